@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
 
 REPO = Path(__file__).parents[1]
-FIGURES = REPO / "benchmarks"  # recorded measurements
+DATA = REPO / "benchmarks"  # recorded measurements, and texts for some benchmarks
 DOCS = REPO / "docs"
-MARKS = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
+MARKED_TEXT = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
 Row = dict[str, Any]
 K = TypeVar("K")
 T = TypeVar("T")
-# Options of many command lines
+# Options that many command lines share.
 Home = Annotated[Path, typer.Option(help="A RAGBlend home; the model is converted there.")]
 AnyHome = Annotated[Path | None, typer.Option(help="A RAGBlend home; the user's own if absent.")]
 Model = Annotated[str, typer.Option(help="As in `ragblend --model`.")]
@@ -42,7 +42,7 @@ Limit = Annotated[int, typer.Option(min=1, help="How many questions.")]
 
 
 def run(main: Callable[..., None], about: str | None) -> None:
-    """Run a script: `main` has its options, and the module's docstring is the help."""
+    """Run a script. main: its parameters are the options; about: the help, which is the module's docstring."""
     from ragblend.kvstore.errors import RagBlendError
 
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
@@ -54,8 +54,8 @@ def run(main: Callable[..., None], about: str | None) -> None:
 
 
 @contextmanager
-def opened(model: str = "default", home: Path | None = None, **options: Any) -> "Iterator[Engine]":
-    """An engine, closed after the block; without a home, in a temporary one."""
+def open_engine(model: str = "default", home: Path | None = None, **options: Any) -> "Iterator[Engine]":
+    """An engine, closed after the block. Without a home it uses a temporary one."""
     from ragblend import Engine
 
     with (
@@ -66,8 +66,8 @@ def opened(model: str = "default", home: Path | None = None, **options: Any) -> 
 
 
 @contextmanager
-def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Row]]:
-    """Run `ragblend ui` or `serve` on a free port; yields the process, and what it says when it is ready."""
+def run_server(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Row]]:
+    """Run `ragblend ui` or `serve` on a free port; yields the process, and the JSON that it prints when it is ready."""
     command = [sys.executable, "-m", "ragblend.app.cli.main", *arguments, "--json", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -77,17 +77,17 @@ def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Row
             process.send_signal(signal.SIGINT)
 
 
-def environment_of_others(**more: str) -> dict[str, str]:
-    """The environment for other programs, without the OpenMP settings that this package makes for itself."""
+def environment_without_openmp(**more: str) -> dict[str, str]:
+    """This process's environment for other programs, without the OpenMP settings that importing ragblend makes."""
     return {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | more
 
 
-def counts(text: str) -> list[int]:
+def parse_counts(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
-def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str]:
-    """`count` different texts of about `tokens` tokens, from number `first` on, the same in every run."""
+def make_texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str]:
+    """`count` different texts of about `tokens` tokens. `first` seeds them: the same one gives the same texts."""
     found = []
     for number in range(first, first + count):
         words = " ".join(islice(sentences(Random(number)), tokens // 6))
@@ -97,7 +97,10 @@ def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str
 
 
 def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
-    """Our loop over that model's layers, by packed weights; nothing else is chosen for its answers any more."""
+    """Our decoding loop for this engine's model, and its packed weights.
+
+    The engine keeps its present loop from then on, since it no longer measures which one is faster.
+    """
     from ragblend.engine.decoding.implementations import candidate_for
     from ragblend.engine.decoding.packed_weights import pack_weights
     from ragblend.engine.model.decoder import TransformersDecoder
@@ -106,24 +109,27 @@ def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
     runtime.choice.needs_measurement = False
     candidate = candidate_for(runtime.decoder)
     if not engine.gate.passed or candidate is None:
-        raise SystemExit("this model's layers are none that the loop knows")
+        raise SystemExit("our decoding loop does not support this model's layers")
     assert isinstance(runtime.decoder, TransformersDecoder)
     pack_weights(runtime.decoder, packed, allows_rounding=runtime.has_quantized_weights)
     return candidate(runtime.decoder, packed), packed
 
 
-def in_turns(ways: Mapping[K, Callable[[], T]], rounds: int, warm: int = 0) -> dict[K, list[T]]:
-    """What each way gives, round after round, so that other load slows all alike. warm: rounds that do not count."""
-    found: dict[K, list[T]] = {name: [] for name in ways}
+def run_alternately(cases: Mapping[K, Callable[[], T]], rounds: int, warm: int = 0) -> dict[K, list[T]]:
+    """Run every case once a round, so that other load slows all alike; returns the results of each case.
+
+    warm: rounds before the others, whose results are dropped.
+    """
+    results: dict[K, list[T]] = {name: [] for name in cases}
     for number in range(warm + rounds):
-        for name, way in ways.items():
-            told = way()
+        for name, case in cases.items():
+            result = case()
             if number >= warm:
-                found[name].append(told)
-    return found
+                results[name].append(result)
+    return results
 
 
-def spent(work: Callable[[], object]) -> tuple[float, float]:
+def clock_and_cpu_s(work: Callable[[], object]) -> tuple[float, float]:
     """Wall-clock and processor seconds of the work."""
     clock, processor = time.perf_counter(), time.process_time()
     work()
@@ -136,7 +142,7 @@ def medians(rows: Iterable[Sequence[float]]) -> list[float]:
 
 
 def auc(larger: Sequence[float], smaller: Sequence[float]) -> float:
-    """How often a value of the first is larger than one of the second; equal ones count half."""
+    """The share of pairs in which the value from `larger` is the larger one; equal values count half."""
     from scipy.stats import mannwhitneyu
 
     return float(mannwhitneyu(larger, smaller).statistic) / (len(larger) * len(smaller))
@@ -149,16 +155,16 @@ def agreement(expected: "Tensor", found: "Tensor") -> tuple[float, float]:
     return kl_divergence(expected, found), top1_agreement(expected, found)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def between_marks(page: str, made: Callable[[], str]) -> str:
-    """Replace the text between each pair of marks by a newly made one. Raises ValueError if there are no marks."""
-    text, found = MARKS.subn(lambda _: made(), page)
-    if not found:
+def replace_marked(page: str, make: Callable[[], str]) -> str:
+    """Replace the text between each pair of marks by what `make` returns. Raises ValueError if there are no marks."""
+    text, replaced = MARKED_TEXT.subn(lambda _: make(), page)
+    if not replaced:
         raise ValueError("the document must hold `<!-- results -->` and `<!-- end of results -->`")
     return text
 
@@ -168,7 +174,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def dumped(value: Any, depth: int) -> str:
-    """JSON with one line for each value at that depth."""
+def to_json(value: Any, depth: int) -> str:
+    """JSON text with one line for each value at that depth."""
     text = re.sub(rf"\n {{{depth + 1},}}", " ", json.dumps(value, indent=1))
     return re.sub(rf"\n {{{depth}}}([]}}])", r" \1", text) + "\n"

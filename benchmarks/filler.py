@@ -64,12 +64,12 @@ class Notes:
     """Sentences that are never repeated: each contains its number."""
 
     def __init__(self, draw: random.Random) -> None:
-        self.draw, self._numbers, self._said = draw, itertools.count(1), sentences(draw)
+        self.draw, self._numbers, self._sentences = draw, itertools.count(1), sentences(draw)
 
     def passage(self, count: int) -> str:
         """A passage of `count` sentences."""
-        said = itertools.islice(self._said, count)
-        return " ".join(f"{each[:-1]}, says note {next(self._numbers)}." for each in said)
+        chosen = itertools.islice(self._sentences, count)
+        return " ".join(f"{each[:-1]}, says note {next(self._numbers)}." for each in chosen)
 
     def question(self) -> str:
         return f"Question {next(self._numbers)}: who was seen?"

@@ -20,17 +20,19 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import filler
-from benchmarks.common import AnyHome, Model, opened, run
+from benchmarks.common import AnyHome, Model, open_engine, run
 from ragblend.kvstore.errors import UsageError
 
 CountTokens = Callable[[str], int]
-ONE = "\nAnswer with the number alone."
-ALL = "\nAnswer with all of the numbers, separated by commas, and nothing else."
+ANSWER_WITH_ONE = "\nAnswer with the number alone."
+ANSWER_WITH_ALL = "\nAnswer with all of the numbers, separated by commas, and nothing else."
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What to generate. tokens: of all passages together; chunk: of one; seed: gives other questions of the same kind.
+    """What to generate. n: how many questions; tokens: of all passages together; chunk: of one passage.
+
+    seed: another one gives other questions of the same kind.
 
     items: keys, values or queries, depending on the task; depth: where in the text the needles are, in percent (None:
     anywhere). The needles and the text around them are the same at every depth.
@@ -45,21 +47,21 @@ class Spec:
     depth: int | None = None
 
 
-# Whether there are many keys, and many values of a key, and whether all of them are asked for.
+# Task: whether there are many keys, whether a key has many values, and whether all of them are asked for.
 TASKS = {
     "single_needle": (False, False, False),
     "multi_key": (True, False, False),
     "multi_value": (False, True, True),
     "multi_query": (True, False, True),
 }
-LIMITS = {
+MAX_SETTINGS = {
     "n": 10_000,
     "tokens": 4_000_000,
     "items": 100,
     "chunk": 100_000,
     "depth": 100,
 }
-FROM_ZERO = ("depth", "seed")
+MAY_BE_ZERO = ("depth", "seed")
 
 
 def parse_spec(text: str) -> Spec:
@@ -73,13 +75,13 @@ def parse_spec(text: str) -> Spec:
 
 
 def generate(specs: Sequence[Spec], count: CountTokens) -> list[dict[str, Any]]:
-    """Generate the entries of all specs, one task after another. Raises UsageError if there is no room."""
+    """Generate the entries of all specs, one task after another. Raises UsageError if `tokens` has no room for them."""
     return [_entry(spec, number, count) for spec in specs for number in range(spec.n)]
 
 
 def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
-    """Ask for one or all numbers of one key or of `items` keys, with one number or `items` each."""
-    # As recorded runs were seeded. Neither n nor depth is a part of it: a larger n only adds questions.
+    """Ask for one number or for all. There are one or `items` keys, each with one or `items` numbers."""
+    # The text that seeded recorded runs. It does not depend on n and depth, so that a larger n only adds questions.
     shape = f"chunk={spec.chunk}, seed={spec.seed}, items={spec.items}, hops=4, chains=3"
     draw = random.Random(f"Spec(task={spec.task!r}, n=20, tokens={spec.tokens}, {shape}) {number}")
     has_many_keys, has_many_values, asks_all = TASKS[spec.task]
@@ -95,17 +97,19 @@ def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
         "ctxs": [{"title": "", "text": text} for text in passages],
         "question": _question(", ".join(dict.fromkeys(name for name, _ in wanted)), values, len(wanted)),
         "answers": [", ".join(required)],
-        "instruction": ONE if len(wanted) == 1 else ALL,
+        "instruction": ANSWER_WITH_ONE if len(wanted) == 1 else ANSWER_WITH_ALL,
         "required": required,
         "task": f"{spec.task} {spec.tokens:,}{depth}",
     }
 
 
-def _question(whose: str, values: int, count: int) -> str:
+def _question(key_names: str, values: int, count: int) -> str:
     if values > 1:
-        return f"What are all {values} magic numbers of {whose}?"
+        return f"What are all {values} magic numbers of {key_names}?"
     return (
-        f"What is the magic number of {whose}?" if count == 1 else f"What are the magic numbers of {whose}?"
+        f"What is the magic number of {key_names}?"
+        if count == 1
+        else f"What are the magic numbers of {key_names}?"
     )
 
 
@@ -114,8 +118,8 @@ def _setting(text: str) -> tuple[str, int]:
     name, _, value = (part.strip() for part in text.partition("="))
     if name not in known:
         raise UsageError(f"{name!r} is unknown; there are {', '.join(known)}")
-    most = LIMITS.get(name)
-    least = 0 if name in FROM_ZERO else 1
+    most = MAX_SETTINGS.get(name)
+    least = 0 if name in MAY_BE_ZERO else 1
     if not (value.isascii() and value.isdigit()) or int(value) < least or (most and int(value) > most):
         expected = f"a whole number from {least}" + (f" to {most}" if most else "")
         raise UsageError(f"{name} is {value!r}; expected {expected}")
@@ -125,14 +129,14 @@ def _setting(text: str) -> tuple[str, int]:
 def haystack(draw: random.Random, needles: Sequence[str], spec: Spec, count: CountTokens) -> tuple[str, ...]:
     """Passages of filler with the needles in order, at different places or all at the given depth.
 
-    Raises UsageError if there is no room.
+    Raises UsageError if there are fewer sentences of filler than needles.
     """
     hay: list[str] = []
-    left = spec.tokens - sum(count(f" {needle}") for needle in needles)
+    remaining_tokens = spec.tokens - sum(count(f" {needle}") for needle in needles)
     source = filler.sentences(draw)
-    while left > 0:
+    while remaining_tokens > 0:
         hay.append(next(source))
-        left -= count(f" {hay[-1]}")
+        remaining_tokens -= count(f" {hay[-1]}")
     if len(hay) < len(needles):
         raise _too_short(spec, f"{len(needles)} sentences that are asked about")
     places = sorted(draw.sample(range(len(hay) + 1), len(needles)))
@@ -140,20 +144,20 @@ def haystack(draw: random.Random, needles: Sequence[str], spec: Spec, count: Cou
         places = [round(len(hay) * spec.depth / 100)] * len(needles)
     for place, needle in zip(places[::-1], needles[::-1], strict=True):
         hay.insert(place, needle)
-    return tuple(_packed(hay, spec.chunk, count))
+    return tuple(_passages(hay, spec.chunk, count))
 
 
-def _packed(sentences: Sequence[str], most: int, count: CountTokens) -> Iterator[str]:
-    """Join sentences to passages of at most so many tokens, but of at least one sentence each."""
-    held, total = list[str](), 0
+def _passages(sentences: Sequence[str], max_tokens: int, count: CountTokens) -> Iterator[str]:
+    """Join sentences to passages of at most max_tokens, but of at least one sentence each."""
+    passage, total = list[str](), 0
     for sentence in sentences:
         tokens = count(f" {sentence}")
-        if held and total + tokens > most:
-            yield " ".join(held)
-            held, total = [], 0
-        held.append(sentence)
+        if passage and total + tokens > max_tokens:
+            yield " ".join(passage)
+            passage, total = [], 0
+        passage.append(sentence)
         total += tokens
-    yield " ".join(held)
+    yield " ".join(passage)
 
 
 def _too_short(spec: Spec, what: str) -> UsageError:
@@ -162,13 +166,13 @@ def _too_short(spec: Spec, what: str) -> UsageError:
 
 def main(
     specs: Annotated[list[str], typer.Argument(help="Tasks with their settings.")],
-    out: Annotated[Path, typer.Option(help="Where the questions go.")],
+    out: Annotated[Path, typer.Option(help="The file of questions to write.")],
     model: Model = "default",
     home: AnyHome = None,
 ) -> None:
-    """Write questions as `ragblend bench quality --data` reads them; the model's tokenizer counts lengths."""
+    """Write questions for `ragblend bench quality --data`; the model's tokenizer counts lengths."""
     checked = list(map(parse_spec, specs))
-    with opened(model, home) as engine:
+    with open_engine(model, home) as engine:
         entries = generate(checked, engine.count_tokens)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(entries, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Words of files by other parsers than the product's, one for each format: the reference of `measure_readers`."""
+"""Reads files by other parsers than the product's, one for each format, as the reference of `measure_readers`."""
 
 import codecs
 import csv
@@ -13,9 +13,9 @@ from typing import Any
 from ragblend.app.library.readers import clean
 from ragblend.app.library.sandbox import OnPage
 
-PARTS = {"document", "footnotes", "endnotes", "comments", "hdr", "ftr"}
-LEFT_OUT = {"Fallback", "del", "moveFrom", "instrText", "delText", "rt"}
-HIDDEN = "script style title noscript template head iframe object datalist button".split()  # noqa: SIM905
+DOCX_PARTS = {"document", "footnotes", "endnotes", "comments", "hdr", "ftr"}
+DOCX_LEFT_OUT = {"Fallback", "del", "moveFrom", "instrText", "delText", "rt"}
+HIDDEN_TAGS = "script style title noscript template head iframe object datalist button".split()  # noqa: SIM905
 WORDS = re.compile(r"\w+")
 DIALECTS: dict[str, dict[str, Any]] = {
     "comma": {},
@@ -28,8 +28,8 @@ DIALECTS: dict[str, dict[str, Any]] = {
 }
 
 
-def docx_words(path: Path) -> str:
-    """The text elements of a DOCX's parts, each run once, except deleted ones."""
+def docx_text(path: Path) -> str:
+    """The text elements of a DOCX's parts, without deleted text, and without text that stands in the file twice."""
     from lxml import etree
 
     texts = []
@@ -38,7 +38,7 @@ def docx_words(path: Path) -> str:
             if not name.endswith(".xml"):
                 continue
             root = etree.fromstring(archive.read(name), etree.XMLParser(huge_tree=True))
-            if etree.QName(root).localname in PARTS:
+            if etree.QName(root).localname in DOCX_PARTS:
                 texts.append("".join(_docx_texts(root)))
     return "\n".join(texts)
 
@@ -46,41 +46,41 @@ def docx_words(path: Path) -> str:
 def _docx_texts(root: Any) -> Iterator[str]:
     from lxml import etree
 
-    inside = [root]
-    while inside:
-        node = inside.pop()
+    stack = [root]
+    while stack:
+        node = stack.pop()
         if isinstance(node, str):
             yield node
             continue
         name = etree.QName(node).localname if isinstance(node.tag, str) else "del"
-        if name in LEFT_OUT:
+        if name in DOCX_LEFT_OUT:
             continue
         if name == "t":
             yield node.text or ""
         elif name in {"tab", "br", "cr"}:
             yield " "
         if name == "docPr":
-            yield f" {node.get('descr', '')} "  # what a picture shows
+            yield f" {node.get('descr', '')} "  # a picture's description
         if name in {"p", "tc", "oMath", "f", "num", "den", "sup", "sub", "e"}:
-            inside.append("\n")
-        inside += reversed(node)
+            stack.append("\n")
+        stack += reversed(node)
 
 
-def pdf_words(path: Path) -> str:
+def pdf_text(path: Path) -> str:
     """The text of a PDF by pdfminer."""
     from pdfminer.high_level import extract_text
 
-    return re.sub(r"\(cid:\d+\)", "", extract_text(path))  # what it writes for a glyph without a letter
+    return re.sub(r"\(cid:\d+\)", "", extract_text(path))  # pdfminer's mark for a glyph without a letter
 
 
-def html_words(markup: bytes | str) -> str:
+def html_text(markup: bytes | str) -> str:
     """The text of a page by html5lib, without what browsers do not show, and without menus."""
     from bs4 import BeautifulSoup
 
     from ragblend.app.library.html_text import MENUS
 
     tree = BeautifulSoup(markup, "html5lib")
-    for hidden in tree(HIDDEN) + tree.select(f"[hidden], annotation, annotation-xml, {MENUS}"):
+    for hidden in tree(HIDDEN_TAGS) + tree.select(f"[hidden], annotation, annotation-xml, {MENUS}"):
         hidden.decompose()
     for menu in tree("select"):
         chosen = menu.find("option", selected=True) or menu.find("option")
@@ -95,7 +95,7 @@ def html_words(markup: bytes | str) -> str:
     return tree.get_text()
 
 
-def epub_words(path: Path) -> str:
+def epub_text(path: Path) -> str:
     """The text of the chapters of an EPUB, in any order."""
     from lxml import etree
 
@@ -109,11 +109,11 @@ def epub_words(path: Path) -> str:
         )
         names = {(Path(package).parent / name.split("#")[0]).as_posix() for name in listed}
         chapters = [name for name in archive.namelist() if name in names and re.search(r"html?$", name)]
-        return "\n".join(html_words(archive.read(name)) for name in chapters)
+        return "\n".join(html_text(archive.read(name)) for name in chapters)
 
 
-def encoded_words(path: Path) -> str:
-    """The text in the encoding that its folder or name declares."""
+def encoded_text(path: Path) -> str:
+    """The text of a file in the encoding that its name or its folder declares."""
     return path.read_bytes().decode(declared_encoding(path) or "", "strict")
 
 
@@ -121,9 +121,9 @@ def declared_encoding(path: Path) -> str | None:
     for name in (path.stem, path.parent.name):
         for length in range(4, 0, -1):
             pieces = re.split(r"[._-]", name.lower())
-            with_known = "_".join(pieces[:length])
+            name_of_encoding = "_".join(pieces[:length])
             try:
-                return codecs.lookup(with_known).name
+                return codecs.lookup(name_of_encoding).name
             except (LookupError, ValueError):
                 continue
     return None
@@ -132,21 +132,21 @@ def declared_encoding(path: Path) -> str | None:
 @dataclass(frozen=True)
 class DocumentKind:
     suffixes: frozenset[str]
-    words: Callable[[Path], str]
+    text: Callable[[Path], str]
 
 
 KINDS = {
-    "docx": DocumentKind(frozenset({".docx"}), docx_words),
-    "pdf": DocumentKind(frozenset({".pdf"}), pdf_words),
-    "html": DocumentKind(frozenset({".html", ".htm", ".xhtml"}), lambda path: html_words(path.read_bytes())),
-    "epub": DocumentKind(frozenset({".epub"}), epub_words),
-    "encodings": DocumentKind(frozenset({".txt", ".srt", ".html", ".xml", ".smi"}), encoded_words),
+    "docx": DocumentKind(frozenset({".docx"}), docx_text),
+    "pdf": DocumentKind(frozenset({".pdf"}), pdf_text),
+    "html": DocumentKind(frozenset({".html", ".htm", ".xhtml"}), lambda path: html_text(path.read_bytes())),
+    "epub": DocumentKind(frozenset({".epub"}), epub_text),
+    "encodings": DocumentKind(frozenset({".txt", ".srt", ".html", ".xml", ".smi"}), encoded_text),
     "csv": DocumentKind(frozenset({".csv", ".tsv"}), lambda path: "\n".join(csv_cells(path))),
 }
 
 
 def csv_cells(path: Path) -> list[str]:
-    """The values of a file of the dialect that its name begins with, under their columns' names."""
+    """The values of a CSV with their columns' names; the file's name begins with the name of its dialect."""
     dialect = DIALECTS[path.name.split("~")[0]]
     with path.open(encoding="utf-8", newline="") as file:
         header, *rows = [row for row in csv.reader(file, **dialect) if any(map(str.strip, row))]
@@ -160,12 +160,12 @@ def csv_cells(path: Path) -> list[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Words without accents' composition, case, and division at line ends."""
+    """The words of a text, in NFKC and case-folded; words divided at line ends are joined."""
     folded = unicodedata.normalize("NFKC", clean(text)).casefold()
     return WORDS.findall(re.sub(r"(?<=\w)[-‐]\n(?=\w)", "", folded))
 
 
 def expected(path: Path, kind: str, on_page: OnPage) -> list[str]:
-    """What the independent parser reads: words, or the cells of a CSV."""
-    text = KINDS[kind].words(path)
+    """What the independent parser reads: words, or the cells of a CSV. on_page: the sandbox passes it; unused."""
+    text = KINDS[kind].text(path)
     return clean(text).split("\n") if kind == "csv" else words_of(text)

@@ -21,8 +21,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from benchmarks.common import Home, Model, Row, markdown, opened, run
-from benchmarks.reused_tokens import Ask, results_of, watched
+from benchmarks.common import Home, Model, Row, markdown_table, open_engine, run
+from benchmarks.reused_tokens import Ask, record_answers, results_of
 from ragblend.app import samples
 
 WARM_UP = "What is a tramway?"  # not counted: a process's first question starts threads and kernels
@@ -32,19 +32,22 @@ QUESTIONS = [each.question for each in samples.questions()[:11]]
 def main(home: Home, model: Model = "default") -> None:
     """Run both, print a table of each."""
     warnings.simplefilter("ignore")
-    with opened(model, home) as engine:
-        _ = engine.gate  # converts it
+    with open_engine(model, home) as engine:
+        _ = engine.gate  # converts the model
         folder = str(engine.runtime.folder)
-    for name, made in {"LlamaIndex": llama_index, "LangChain": langchain}.items():
-        theirs, ours, finish = made(str(home), folder)
-        report(name, asked_all(theirs, 1), asked_all(ours, 2, finish))
+    for name, make in {"LlamaIndex": llama_index, "LangChain": langchain}.items():
+        theirs, ours, finish = make(str(home), folder)
+        report(name, ask_all(theirs, 1), ask_all(ours, 2, finish))
 
 
-def asked_all(ask: Ask, rounds: int, finish: Callable[[], object] = bool) -> list[Row]:
-    """Ask every question: the time until its one token, and how many passages were reused and missing."""
+def ask_all(ask: Ask, rounds: int, finish: Callable[[], object] = lambda: None) -> list[Row]:
+    """Ask every question: the time until its one token, and how many passages were reused and missing.
+
+    finish: waits for background work; called after every question.
+    """
     rows = []
     for question in [WARM_UP, *QUESTIONS * rounds]:
-        with watched() as answers:
+        with record_answers() as answers:
             begun = time.perf_counter()
             ask(question)
             ttft_ms = 1e3 * (time.perf_counter() - begun)
@@ -58,12 +61,12 @@ def asked_all(ask: Ask, rounds: int, finish: Callable[[], object] = bool) -> lis
 def report(name: str, theirs: list[Row], ours: list[Row]) -> None:
     """Print a row per question, and the median of the later ones."""
     rows, later = [], []
-    for question, one, two in zip(QUESTIONS * 2, theirs * 2, ours, strict=True):
-        faster = one["ttft_ms"] / two["ttft_ms"]
-        later += [faster] if two["misses"] == 0 else []
-        times = (f"{one['ttft_ms']:.0f}", f"{two['ttft_ms']:.0f}", f"{faster:.1f}")
-        rows.append((question, str(two["hits"]), str(two["misses"]), *times))
-    print(markdown((name, "reused", "new", "theirs, ms", "RAGBlend, ms", "times"), rows))
+    for question, their, our in zip(QUESTIONS * 2, theirs * 2, ours, strict=True):
+        speedup = their["ttft_ms"] / our["ttft_ms"]
+        later += [speedup] if our["misses"] == 0 else []
+        times = (f"{their['ttft_ms']:.0f}", f"{our['ttft_ms']:.0f}", f"{speedup:.1f}")
+        rows.append((question, str(our["hits"]), str(our["misses"]), *times))
+    print(markdown_table((name, "reused", "new", "theirs, ms", "RAGBlend, ms", "times"), rows))
     least = f"median; least {min(later):.1f}"
     print(
         f"later questions: {len(later)}, first token {statistics.median(later):.1f} times faster ({least})\n"
@@ -71,7 +74,7 @@ def report(name: str, theirs: list[Row], ours: list[Row]) -> None:
 
 
 def llama_index(home: str, folder: str) -> tuple[Ask, Ask, Callable[[], object]]:
-    """Its starter example, with both LLMs; and how RAGBlend's finishes its background work."""
+    """LlamaIndex's starter example with both LLMs, and a function that waits for RAGBlend's background work."""
     from llama_index.core import SimpleDirectoryReader
     from llama_index.llms.huggingface import HuggingFaceLLM
 
@@ -95,7 +98,7 @@ def llama_index(home: str, folder: str) -> tuple[Ask, Ask, Callable[[], object]]
 
 
 def langchain(home: str, folder: str) -> tuple[Ask, Ask, Callable[[], object]]:
-    """Its retrieval tutorial, with both models; and how RAGBlend's finishes its background work."""
+    """LangChain's retrieval tutorial with both models, and a function that waits for RAGBlend's background work."""
     from langchain_core.documents import Document
     from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
 

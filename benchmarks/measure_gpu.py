@@ -1,4 +1,4 @@
-"""Times the first token on an accelerator with random weights of a real model's shape, and what the machine gives.
+"""Times the first token on an accelerator with random weights of a real model's shape, and measures the machine.
 
     python -m benchmarks.measure_gpu /dev/shm/llama --tokenizer FOLDER --output gpu.json
     python -m benchmarks.measure_gpu tiny --device cpu --shape tiny --tokens 64 --chunks 2 --disk-mib 64
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Row, dumped, markdown, packed_loop, read_json
+from benchmarks.common import Row, markdown_table, packed_loop, read_json, to_json
 from benchmarks.filler import sentences
 from ragblend.kvstore import system
 from ragblend.kvstore.checksum import crc32
@@ -68,14 +68,14 @@ FULL, REUSE, SHIFT = Variant("full"), Variant("reuse"), Variant("probe-shift", 0
 VARIANTS = (FULL, REUSE, Variant("cacheblend", 0.15), Variant("probe-shift", 0.05), SHIFT)
 CACHES = {"device": "on the device", "memory": "pinned memory", "warm": "warm disk", "cold": "cold disk"}
 STEP_TOKENS, LENGTHS = 5, 10  # lengths of chunks: ten, five tokens apart
-TOP = 10  # kernels and host calls that a profile names
+LISTED_CALLS = 10  # kernels and host calls that a profile names
 MIB = 1 << 20
 TIER_BYTES = 12 << 30
 
 
 @dataclass
 class GpuBench:
-    """The command's options, the engine and what was found so far. until: the clock's time when a part must end."""
+    """The command's options, and the engine that they describe. until: the clock's time when a part must end."""
 
     folder: Path
     tokenizer: Path | None
@@ -106,7 +106,7 @@ class GpuBench:
 
     @contextmanager
     def engine(self, codec: str = "raw", shape: str | None = None, load: str = "all") -> Iterator[Any]:
-        """The model's engine; of another shape, for the block only."""
+        """The model's engine. With another shape it is that of another model, and is closed after the block."""
         from ragblend import Engine
 
         folder = self.folder if shape is None else self.folder.with_name(f"{self.folder.name}-{shape}")
@@ -114,10 +114,11 @@ class GpuBench:
         home = Path(os.environ.get("TMPDIR", "/tmp")) / f"{folder.name}-home"
         budgets = {"memory_budget_bytes": TIER_BYTES, "device_budget_bytes": TIER_BYTES}
         engine = Engine.open(str(folder), home=home, device=self.device, kv_codec=codec, load=load, **budgets)
-        if not engine.gate.passed:  # an error of random weights in 32 layers; times are what is measured
+        # Random weights in 32 layers give larger errors than the self-test allows. Here only times are measured.
+        if not engine.gate.passed:
             print(f"the gate would refuse this model: {engine.gate.reason}", flush=True)
             vars(engine.runtime)["gate"] = replace(engine.gate, passed=True)
-        engine.runtime.choice.needs_measurement = False  # it would take the device between two runs
+        engine.runtime.choice.needs_measurement = False  # measuring would occupy the device between two runs
         try:
             yield engine
         finally:
@@ -126,24 +127,24 @@ class GpuBench:
 
 
 def make_model(folder: Path, shape: str, tokenizer: Path | None, device: str) -> None:
-    """Save a Llama of that shape with random bfloat16 weights, unless the folder has one."""
+    """Save a Llama of that shape with random bfloat16 weights, unless the folder has a model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     from ragblend import Engine
 
     if (folder / "config.json").exists():
         return
-    words = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else Engine.open(device="cpu").tokenizer
-    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=WINDOW, **SHAPES[shape])
+    loaded = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else Engine.open(device="cpu").tokenizer
+    config = LlamaConfig(vocab_size=len(loaded), max_position_embeddings=WINDOW, **SHAPES[shape])
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    words.save_pretrained(folder)
+    loaded.save_pretrained(folder)
 
 
 def median_ms(device: str, work: Callable[[], object], repeats: int = 5) -> float:
-    """Median time of the work and what it queues on the device; the first run does not count."""
+    """Median time of the work and of what it queues on the device; the first run does not count."""
     from ragblend.engine.model.device import transfer_stream
 
     transfers, times = transfer_stream(torch.device(device)), []
@@ -157,7 +158,7 @@ def median_ms(device: str, work: Callable[[], object], repeats: int = 5) -> floa
 
 
 def machine(bench: GpuBench) -> Row:
-    """Names, and limits: bytes per second into the device and within it, and FLOP per second."""
+    """The machine's names and its limits: bytes per second into the device and within it, and FLOP per second."""
     from ragblend.engine.model.device import device_name, transfer_stream
     from ragblend.measuring.prefilling import cpu_name
 
@@ -166,12 +167,12 @@ def machine(bench: GpuBench) -> Row:
     begun = time.perf_counter()
     host = staging(torch.empty(size, dtype=torch.uint8, device="meta"))
     pinning_s = time.perf_counter() - begun
-    there, other = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    on_device, copied = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     square = torch.randn(4096 if bench.device != "cpu" else 512, device=device).bfloat16()
     square = square.outer(square)
 
-    def in_pieces(piece: int) -> None:
-        for target, part in zip(there.split(piece), host.split(piece), strict=True):
+    def copy_in_pieces(piece: int) -> None:
+        for target, part in zip(on_device.split(piece), host.split(piece), strict=True):
             target.copy_(part, non_blocking=True)
 
     def gb_per_s(work: Callable[[], object], nbytes: int = size) -> float:
@@ -185,11 +186,13 @@ def machine(bench: GpuBench) -> Row:
         "system": platform.release(),
         "processor": f"{cpu_name()}, {os.cpu_count()} cores",
         "pinning_gb_per_s": size / pinning_s / 1e9,
-        "into_device_gb_per_s": gb_per_s(lambda: in_pieces(size)),
-        "into_device_4mib_gb_per_s": gb_per_s(lambda: in_pieces(4 * MIB)),
-        "within_device_gb_per_s": gb_per_s(lambda: other.copy_(there), 2 * size),
+        "into_device_gb_per_s": gb_per_s(lambda: copy_in_pieces(size)),
+        "into_device_4mib_gb_per_s": gb_per_s(lambda: copy_in_pieces(4 * MIB)),
+        "within_device_gb_per_s": gb_per_s(lambda: copied.copy_(on_device), 2 * size),
         "products_tflops": 2 * len(square) ** 3 / median_ms(bench.device, lambda: square @ square) / 1e9,
-        "launch_us": 1e3 * median_ms(bench.device, lambda: [there[:4].add_(1) for _ in range(1000)]) / 1000,
+        "launch_us": 1e3
+        * median_ms(bench.device, lambda: [on_device[:4].add_(1) for _ in range(1000)])
+        / 1000,
     }
     for name, command in {
         "driver": "nvidia-smi --query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current "
@@ -209,30 +212,31 @@ def version(package: str) -> str | None:
 
 
 class Readers:
-    """Threads that read a file into one pinned buffer, each piece by the thread that is free."""
+    """Threads that read a file into one pinned buffer; each piece is read by the next free thread."""
 
     def __init__(self, path: Path, size: int, device: str) -> None:
         from ragblend.engine.model.device import transfer_stream
 
         self.path, self.size = path, size
         staging = transfer_stream(torch.device(device)).staging
-        # O_DIRECT needs aligned memory; pages are.
+        # O_DIRECT needs memory that is aligned to pages.
         self.host = staging(torch.empty(size + 4096, dtype=torch.uint8, device="meta"))
         first = -self.host.data_ptr() % 4096
         self.view: Any = memoryview(self.host[first : first + size].numpy())  # type: ignore[arg-type]
 
     def gb_per_s(self, threads: int, piece: int, crc: bool, flags: int = 0, cold: bool = False) -> float:
+        """Read the file once. piece: bytes; crc: also compute checksums; flags: of `os.open`; cold: drop its pages."""
         fd = os.open(self.path, os.O_RDONLY | flags)
         try:
             if cold:
                 system.drop_pages(fd)
-            todo, lock, failed = iter(range(0, self.size, piece)), threading.Lock(), list[OSError]()
+            offsets, lock, failed = iter(range(0, self.size, piece)), threading.Lock(), list[OSError]()
 
             def read() -> None:
                 try:
                     while not failed:
                         with lock:
-                            at = next(todo, None)
+                            at = next(offsets, None)
                         if at is None:
                             return
                         stop = min(at + piece, self.size)
@@ -257,7 +261,7 @@ class Readers:
 
 
 def model(bench: GpuBench) -> Row:
-    """Make and load the model, with the gate's verdict."""
+    """Make and load the model, and run its self-test (the gate)."""
     begun = time.perf_counter()
     with bench.engine() as engine:
         checks = {check.name: [check.error, check.allowed] for check in engine.gate.checks}
@@ -296,10 +300,10 @@ def disk(bench: GpuBench) -> Iterator[Row]:
             for threads, piece, crc in product((8, 1, 4, 16), (4, 32), (False, True)):
                 if bench.is_late or (way != "warm" and crc and threads != 8):
                     continue  # reading a disk takes seconds
-                given = threads, piece * MIB, crc, flags, way == "cold"
+                arguments = threads, piece * MIB, crc, flags, way == "cold"
                 row: Row = {"way": way, "threads": threads, "mib": piece, "crc": crc}
                 try:
-                    yield row | {"gb_per_s": readers.gb_per_s(*given)}
+                    yield row | {"gb_per_s": readers.gb_per_s(*arguments)}
                 except OSError as error:
                     yield row | {"error": str(error)}
         if bench.device != "cpu":
@@ -334,8 +338,8 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
     """Milliseconds of operations that may be done in several ways."""
     for unknowns in (400, 768) if bench.device != "cpu" else (128,):
         rows = torch.randn(unknowns, 2 * unknowns, device=bench.device)
-        system = rows @ rows.T / unknowns + torch.eye(unknowns, device=bench.device)
-        for name, way in inverses(system).items():
+        matrix = rows @ rows.T / unknowns + torch.eye(unknowns, device=bench.device)
+        for name, way in inverses(matrix).items():
             yield {"what": f"{name}, {unknowns}", "ms": median_ms(bench.device, way)}
     if bench.device == "cuda":
         yield from whole_attention(8192)
@@ -344,7 +348,7 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
 
 
 def whole_attention(tokens: int) -> Iterator[Row]:
-    """Causal attention of a whole prompt by torch's kernels: each may prepare something for a new length."""
+    """Causal attention of a whole prompt by torch's kernels, each of which may prepare something for a new length."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     every = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -370,7 +374,7 @@ def whole_attention(tokens: int) -> Iterator[Row]:
 
 
 def attentions(count: int, tokens: int) -> Iterator[Row]:
-    """Attention of so many scattered rows, 32 heads in groups of 4: torch's with a mask, then our kernel by blocks."""
+    """Attention of `count` scattered rows, 32 heads in groups of 4: torch's with a mask, then our kernel by blocks."""
     from ragblend.engine.kernels import rows_attention
 
     rows = torch.randperm(tokens, device="cuda")[:count].sort().values
@@ -406,7 +410,7 @@ def attentions(count: int, tokens: int) -> Iterator[Row]:
 
 
 def inverses(system: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Ways to invert the shift's system, and a product of its size."""
+    """Ways to invert the shift's system, by name, and a product of its size to compare with."""
     from ragblend.engine.selection import shift
 
     identity = torch.eye(len(system), device=system.device)
@@ -424,15 +428,15 @@ def inverses(system: torch.Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def placed(engine: Any, subject: Any, cache: str) -> None:
-    """Put the stored chunks into that tier, from where no request promotes them: copying them would take seconds."""
+def place_chunks(engine: Any, subject: Any, cache: str) -> None:
+    """Put the stored chunks into that tier. Faster tiers get no space, since promoting chunks would take seconds."""
     from ragblend.measuring import ttft
 
     engine.finish_background()
-    kept = {"device": ("device", "memory"), "memory": ("memory",)}.get(cache, ())
+    used_tiers = {"device": ("device", "memory"), "memory": ("memory",)}.get(cache, ())
     for tier in engine.store.tiers:
-        tier.budget_bytes = TIER_BYTES if tier.name in kept else 0
-    ttft.place(engine, subject, cache)
+        tier.budget_bytes = TIER_BYTES if tier.name in used_tiers else 0
+    ttft.place_chunks(engine, subject, cache)
 
 
 def ttft_rows(
@@ -443,35 +447,38 @@ def ttft_rows(
     caches: Sequence[str],
     variants: Sequence[Variant] = VARIANTS,
 ) -> list[Row]:
-    """Medians over the lengths of all variants' times, in turns, by cache; first_ms: the warm-up run's."""
+    """A row per cache and variant, with medians over the lengths; the variants run alternately.
+
+    first_ms: the time of the warm-up run.
+    """
     from ragblend.measuring import ttft
     from ragblend.measuring.prefilling import timed_prefill
 
-    taken: dict[tuple[str, Variant], list[tuple[float, Any]]] = {}
+    runs_by_case: dict[tuple[str, Variant], list[tuple[float, Any]]] = {}
     first: dict[Variant, list[float]] = {}
     for turn, tokens in enumerate(lengths):
         if bench.is_late and turn:
             break
-        with ttft.encoded(engine, ttft.cut_texts(engine, bench.source, chunks, tokens)) as subject:
-            placed(engine, subject, caches[0])
+        with ttft.encoded_prompt(engine, ttft.cut_texts(engine, bench.source, chunks, tokens)) as subject:
+            place_chunks(engine, subject, caches[0])
             for variant in variants:
                 first.setdefault(variant, []).append(timed_prefill(engine, subject.prompt, variant).ttft_ms)
             for cache in caches:
-                placed(engine, subject, cache)
-                for number in range(len(variants)):  # another one is first each time
+                place_chunks(engine, subject, cache)
+                for number in range(len(variants)):  # each length begins with another variant
                     variant = variants[(turn + number) % len(variants)]
                     if cache == "cold":
-                        placed(engine, subject, cache)
+                        place_chunks(engine, subject, cache)
                     engine.finish_background()
                     timed = timed_prefill(engine, subject.prompt, variant)
-                    taken.setdefault((cache, variant), []).append((timed.ttft_ms, timed.report))
+                    runs_by_case.setdefault((cache, variant), []).append((timed.ttft_ms, timed.report))
     rows = []
     order = {cache: number for number, cache in enumerate(caches)}
     for (cache, variant), runs in sorted(
-        taken.items(), key=lambda each: (order[each[0][0]], variants.index(each[0][1]))
+        runs_by_case.items(), key=lambda each: (order[each[0][0]], variants.index(each[0][1]))
     ):
         times = [ms for ms, _ in runs]
-        full = [ms for ms, _ in taken[cache, FULL]]
+        full = [ms for ms, _ in runs_by_case[cache, FULL]]
         rows.append(
             {
                 "method": variant.method,
@@ -485,7 +492,7 @@ def ttft_rows(
                 "first_ms": statistics.median(first[variant]),
                 "load_busy_ms": statistics.median(report.trace.busy_ms("load") for _, report in runs),
                 "not_loaded": statistics.median(report.tokens.not_loaded for _, report in runs),
-                "where_ms": ttft.where_ms([(ms, report.timings) for ms, report in runs]),
+                "where_ms": ttft.part_medians_ms([(ms, report.timings) for ms, report in runs]),
             }
         )
         print(" ", {name: rounded(value) for name, value in rows[-1].items()}, flush=True)
@@ -504,13 +511,13 @@ def ttft_part(bench: GpuBench) -> list[Row]:
 
 
 def packed(bench: GpuBench) -> list[Row]:
-    """With KV in four bits, at three lengths."""
+    """As `ttft`, with KV in four bits, at three lengths."""
     with bench.engine("int4") as engine:
         return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, bench.caches)
 
 
 def auto(bench: GpuBench) -> list[Row]:
-    """Where passages are computed that would take longer to load; the layers are measured after the first answer."""
+    """As `ttft`, but passages that would take longer to load are computed; layers are timed after the first answer."""
     with bench.engine(load="auto") as engine:
         return ttft_rows(
             bench, engine, bench.lengths[::3], bench.chunks, ("warm", "cold"), (FULL, REUSE, SHIFT)
@@ -540,7 +547,7 @@ def small(bench: GpuBench) -> list[Row]:
 
 
 def profile(bench: GpuBench) -> Iterator[Row]:
-    """By method, from pinned memory: launches, the device's busy time, peak memory, the most expensive calls."""
+    """A row per method, loading from pinned memory: launches, busy time, peak memory, the most expensive calls."""
     from ragblend.measuring import ttft
 
     on_card = bench.device == "cuda"
@@ -548,13 +555,15 @@ def profile(bench: GpuBench) -> Iterator[Row]:
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_card else []
     with (
         bench.engine() as engine,
-        ttft.encoded(engine, ttft.cut_texts(engine, bench.source, bench.chunks, bench.lengths[4])) as subject,
+        ttft.encoded_prompt(
+            engine, ttft.cut_texts(engine, bench.source, bench.chunks, bench.lengths[4])
+        ) as subject,
     ):
-        placed(engine, subject, "memory")
+        place_chunks(engine, subject, "memory")
         decoder = engine.runtime.decoder
-        plain = [(REUSE, False), (SHIFT, False)] if on_card else []
-        for variant, by_kernels in [*((each, True) for each in VARIANTS), *plain]:
-            decoder.kernels = on_card and by_kernels
+        without_kernels = [(REUSE, False), (SHIFT, False)] if on_card else []
+        for variant, uses_kernels in [*((each, True) for each in VARIANTS), *without_kernels]:
+            decoder.kernels = on_card and uses_kernels
             engine.prefill(subject.prompt, **variant.arguments)
             row: Row = {"method": variant.method, "ratio": variant.ratio, "triton": decoder.kernels}
             if on_card:
@@ -567,19 +576,19 @@ def profile(bench: GpuBench) -> Iterator[Row]:
             del prefilled
             with torch.profiler.profile(activities=activities) as profiler:
                 engine.prefill(subject.prompt, **variant.arguments)
-            yield row | profiled(profiler)
+            yield row | profile_row(profiler)
         decoder.kernels = on_card
 
 
-def profiled(profiler: Any) -> Row:
+def profile_row(profiler: Any) -> Row:
     averages = profiler.key_averages()
     launches = {each.key: each.count for each in averages if "Launch" in each.key}
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for event in profiler.events():
         if event.device_type.name == "CUDA":
             spans[event.name.startswith("Mem")].append((event.time_range.start, event.time_range.end))
-    kernels = sorted(averages, key=lambda each: -each.self_device_time_total)[:TOP]
-    calls = sorted(averages, key=lambda each: -each.self_cpu_time_total)[:TOP]
+    kernels = sorted(averages, key=lambda each: -each.self_device_time_total)[:LISTED_CALLS]
+    calls = sorted(averages, key=lambda each: -each.self_cpu_time_total)[:LISTED_CALLS]
     return {
         "launches": sum(launches.values()),
         "waits": sum(each.count for each in averages if "Synchronize" in each.key),
@@ -613,7 +622,7 @@ def decode(bench: GpuBench) -> Iterator[Row]:
             yield {"line": line}
 
 
-# By name, the most important first, with the seconds after which a part begins nothing more.
+# By name, the most important first; with the seconds after which a part starts no new measurement.
 PARTS: dict[str, tuple[Callable[[GpuBench], Any], int]] = {
     "machine": (machine, 30),
     "model": (model, 120),
@@ -642,7 +651,7 @@ def tables(found: Row) -> str:
             )
     if rows := found.get("profile", []):
         columns = ("", "Triton", "launches", "waits", "kernels, ms", "copies, ms", "peak memory, MiB")
-        text += "\n" + markdown(
+        text += "\n" + markdown_table(
             columns,
             (
                 (
@@ -660,7 +669,7 @@ def tables(found: Row) -> str:
     if rows := found.get("disk", []):
         head = ("", "threads", "pieces, MiB", "checksum", "GB/s")
         named = ("way", "threads", "mib", "crc")
-        text += "\n" + markdown(
+        text += "\n" + markdown_table(
             head,
             (
                 (*(str(row.get(name, "")) for name in named), f"{row['gb_per_s']:.1f}")
@@ -682,11 +691,11 @@ def _times_table(rows: list[Row]) -> str:
             for row in each
         )
         lines.append((label(method, ratio), *cells))
-    return markdown(("ms", *(CACHES[cache] for cache in caches)), lines)
+    return markdown_table(("ms", *(CACHES[cache] for cache in caches)), lines)
 
 
 def measured(bench: GpuBench, parts: Sequence[str], output: Path | None, limit_s: float) -> Row:
-    """Run the parts, none of which begins after the limit; what a part gave before it failed is kept."""
+    """Run the parts; none begins after the limit. If one fails, the rows that it has yielded are kept."""
     deadline = time.monotonic() + limit_s
     shown = ("shape", "device", "tokens", "chunks", "disk_mib")
     found: Row = {"command": {name: getattr(bench, name) for name in shown}, "seconds": {}}
@@ -697,26 +706,26 @@ def measured(bench: GpuBench, parts: Sequence[str], output: Path | None, limit_s
         try:
             if bench.is_late:
                 raise TimeoutError("the time limit is reached")
-            told = part(bench)
-            if isinstance(told, Iterator):
+            result = part(bench)
+            if isinstance(result, Iterator):
                 rows = found[name] = []
-                for row in told:
+                for row in result:
                     rows.append(row)
                     print(" ", rounded(row), flush=True)
             else:
-                found[name] = told
+                found[name] = result
         except Exception:
             found.setdefault("failed", {})[name] = traceback.format_exc()[-2000:]
             print(f"{name} failed: {found['failed'][name]}", flush=True)
         found["seconds"][name] = round(time.monotonic() - begun, 1)
         print(f"{name}: {found['seconds'][name]} s", flush=True)
         if output is not None:
-            output.write_text(dumped(json.loads(json.dumps(rounded(found), default=str)), 1))
+            output.write_text(to_json(json.loads(json.dumps(rounded(found), default=str)), 1))
     return found
 
 
 def main() -> None:
-    """Measure and print. By argparse: typer may lack what it needs on a machine that has a card and no network."""
+    """Measure and print. Uses argparse, because typer may not be installed on a machine with a GPU and no network."""
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
     option = parser.add_argument
@@ -724,8 +733,8 @@ def main() -> None:
     option("--tokenizer", type=Path, help="a tokenizer's folder; else the bundled one")
     option("--device", default="cuda")
     option("--shape", default="llama-3-8b", choices=SHAPES)
-    option("--parts", default=",".join(PARTS), help="which, by commas")
-    option("--tokens", type=int, default=1024, help="of a chunk, about")
+    option("--parts", default=",".join(PARTS), help="the parts to run, separated by commas")
+    option("--tokens", type=int, default=1024, help="about how many tokens a chunk has")
     option("--chunks", type=int, default=8)
     option("--disk-mib", type=int, default=1024, help="size of the file that is read")
     option("--limit-s", type=float, default=450, help="no part begins after so many seconds")

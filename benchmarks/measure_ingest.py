@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.common import AnyHome, Model, medians, run, spent, texts
+from benchmarks.common import AnyHome, Model, clock_and_cpu_s, make_texts, medians, run
 from ragblend import Chunk, Engine, Prompt
 
 
@@ -26,13 +26,13 @@ def main(
     """Measure, and print a line."""
     engine = Engine.open(model, home, dtype=dtype)
     assert engine.gate.passed, engine.gate.reason
-    passages = texts(engine, chunks, tokens, first=time.time_ns())  # not stored yet
+    passages = make_texts(engine, chunks, tokens, first=time.time_ns())  # not stored yet
     ids = [engine.tokenize(Prompt([Chunk(each)])).chunks[0].token_ids or () for each in passages]
     names = [f"measured-{time.time_ns()}-{number}" for number in range(chunks)]
     base = engine.runtime.decoder.model.base_model
 
     @torch.inference_mode()
-    def own(token_ids: Sequence[int]) -> None:
+    def run_forward(token_ids: Sequence[int]) -> None:
         base(input_ids=torch.tensor([token_ids]), use_cache=False)
 
     engine.enter(passages, names)
@@ -40,14 +40,16 @@ def main(
     next(encoding)
     rows = list[tuple[float, ...]]()
     for each in ids[1:]:
-        forward = spent(partial(own, each))
-        encoded = spent(partial(next, encoding))  # each is written while the next one is computed
+        forward = clock_and_cpu_s(partial(run_forward, each))
+        encoded = clock_and_cpu_s(
+            partial(next, encoding)
+        )  # a chunk is written while the next one is computed
         shares = (forward[0] / encoded[0], forward[1] / encoded[1])
         rows.append((*shares, len(each) / forward[0], len(each) / encoded[0]))
     engine.forget(names)
     by_clock, by_cpu, alone, stored = medians(rows)
-    said = f"{by_clock:.1%} of the model's own rate (processor time {by_cpu:.1%})"
-    print(f"{said}: {stored:.0f} of {alone:.0f} tokens/s")
+    shares = f"{by_clock:.1%} of the model's own rate (processor time {by_cpu:.1%})"
+    print(f"{shares}: {stored:.0f} of {alone:.0f} tokens/s")
 
 
 if __name__ == "__main__":

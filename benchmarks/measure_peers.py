@@ -5,16 +5,16 @@
 
 `--rounds` counts the answers of each program, those of earlier runs included; `--model` is `default` or a GGUF file.
 
-After a short prompt to warm up, each program prefills six passages of the samples, which are then asked about in a new
-order per round, all programs alternating. Decoding is greedy and ignores end tokens. Each answer's times are saved in
-`asked.json` at once and not measured again, so a run can be resumed, and programs can be run one by one. `peers.json`
-and `peers.png` are made from it. Another model, processor, thread count or code starts a new folder, with its own
-home.
+After a short prompt to warm up, each program prefills six passages of the samples. Then every program answers once a
+round, about the same passages in a new order. Decoding is greedy and ignores end tokens. Each answer's times are saved
+in `asked.json` at once and not measured again, so a run can be resumed, and programs can be run one by one.
+`peers.json` and `peers.png` are made from it. Another model, processor, thread count or code starts a new folder, with
+its own home.
 
-transformers is `generate`; llama.cpp is llama-cpp-python with its prompt cache, from the GGUF file itself, of which the
-others have a conversion to bfloat16; vLLM has prefix caching and its default settings, on all cores. Programs that are
-not asked are stopped: idle threads may spin. *ragblend-unguessed* decodes one token at a time: a small model without
-an end token repeats itself, which favours speculative decoding more than real answers do.
+transformers is `generate`; llama.cpp is llama-cpp-python with its prompt cache, which reads the GGUF file itself, while
+the others have its conversion to bfloat16; vLLM has prefix caching and its default settings, on all cores. Programs
+that are not answering are stopped, because idle threads may spin. *ragblend-unguessed* decodes one token at a time: a
+small model without an end token repeats itself, which favours speculative decoding more than real answers do.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-TOKENS, PASSAGES, PASSAGE_TOKENS = 100, 6, 512
-MOST_ROUNDS = 20  # all are planned, so that a longer run begins with the prompts of a shorter one
+ANSWER_TOKENS, PASSAGES, PASSAGE_TOKENS = 100, 6, 512
+MOST_ROUNDS = 20  # a plan has at least so many, so that a longer run begins with the prompts of a shorter one
 QUESTION = "Tell in detail what these passages say."
 OURS = "ragblend"
 PYTHONS = {
@@ -118,12 +118,12 @@ def llama_cpp(plan: Row) -> tuple[Ask, Row]:
         verbose=False,
     )
     model.set_cache(LlamaRAMCache(1 << 30))
-    never = {str(model.token_eos()): -1e9}
+    no_end = {str(model.token_eos()): -1e9}
 
     def ask(prompt: Row, count: int) -> list[float]:
         begun = time.perf_counter()
         answer = model.create_completion(
-            prompt["ids"], max_tokens=count, temperature=0, stream=True, logit_bias=never
+            prompt["ids"], max_tokens=count, temperature=0, stream=True, logit_bias=no_end
         )
         return [time.perf_counter() - begun for _ in answer][:count]
 
@@ -161,8 +161,8 @@ def vllm(plan: Row) -> tuple[Ask, Row]:
     return ask, {"disk": size_of(Path(plan["folder"]))}
 
 
-STARTS = {name: ragblend if name.startswith(OURS) else transformers for name in PYTHONS}
-STARTS |= {"llama.cpp": llama_cpp, "vllm": vllm}
+STARTERS = {name: ragblend if name.startswith(OURS) else transformers for name in PYTHONS}
+STARTERS |= {"llama.cpp": llama_cpp, "vllm": vllm}
 
 
 def size_of(path: Path) -> int:
@@ -181,34 +181,34 @@ def peak_bytes() -> int:
     return total
 
 
-def work(name: str, plan_file: str) -> None:
+def answer_prompts(name: str, plan_file: str) -> None:
     """Run in the program's own environment: reads a prompt's number per line, prints its times per line."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # libraries' prints go to stderr
     plan = json.loads(Path(plan_file).read_text()) | {"name": name}
-    ask, about = STARTS[name](plan)
-    if not name.startswith(OURS):  # which has warmed up
+    ask, about = STARTERS[name](plan)
+    if not name.startswith(OURS):  # ours has warmed up already
         ask({"ids": plan["warm"]}, 2)
     first = ask(plan["prompts"][0], 2)
     about.setdefault("ingest_tokens", len(plan["prompts"][0]["ids"]) / first[0])
     print("ready", file=out, flush=True)
     for line in sys.stdin:
-        times = ask(plan["prompts"][int(line)], TOKENS)
+        times = ask(plan["prompts"][int(line)], ANSWER_TOKENS)
         found = {"ttft_ms": times[0] * 1e3, "last_ms": times[-1] * 1e3, "peak": peak_bytes()}
         print(json.dumps(about | found), file=out, flush=True)
 
 
 @contextlib.contextmanager
-def started(name: str, python: str, plan_file: Path) -> Any:
+def start_program(name: str, python: str, plan_file: Path) -> Any:
     """Start a process of that program, which prefills the passages before the first answer."""
     log = (plan_file.parent / f"{name}.log").open("wb")
     command = [python, __file__, "--work", name, str(plan_file)]
     if name.startswith(OURS):
         command[1:2] = ["-m", "benchmarks.measure_peers"]
-    from benchmarks.common import environment_of_others
+    from benchmarks.common import environment_without_openmp
     from ragblend.engine.openmp import SPINS
 
-    # The setting that it would choose on an idle machine, as this is while it is asked.
+    # The setting that RAGBlend would choose on an idle machine; while it answers, no other program runs.
     own = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS} if name.startswith(OURS) else {}
     process = subprocess.Popen(
         command,
@@ -216,14 +216,14 @@ def started(name: str, python: str, plan_file: Path) -> Any:
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env=environment_of_others(**own),
-        process_group=0,  # within this session: the kernel ends stopped processes when the session ends
+        env=environment_without_openmp(**own),
+        process_group=0,  # in this session, at whose end the kernel ends stopped processes
     )
 
     def read() -> str:
         assert process.stdout is not None
         if not (line := process.stdout.readline()):
-            raise SystemExit(f"{name} ended: {log.name} says why")
+            raise SystemExit(f"{name} ended; see {log.name}")
         os.killpg(process.pid, signal.SIGSTOP)
         return line
 
@@ -244,8 +244,8 @@ def started(name: str, python: str, plan_file: Path) -> Any:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
-    """The plan: six passages of the samples and a prompt per round, the first of which is a warm-up; and the machine.
+def make_plan(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
+    """The plan (six passages of the samples, a warm-up prompt and a prompt per round), and the machine's description.
 
     The converted model stays in the home.
     """
@@ -276,7 +276,7 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
         "texts": texts,
         "prompts": prompts,
         "warm": ids[PASSAGES * PASSAGE_TOKENS :][:64],
-        "window": max(len(prompt["ids"]) for prompt in prompts) + TOKENS + 16,
+        "window": max(len(prompt["ids"]) for prompt in prompts) + ANSWER_TOKENS + 16,
     }
     machine = environment(engine)
     engine.close()
@@ -286,7 +286,7 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
 def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
     """The folder for results, named by all that they depend on. Raises UsageError for an unknown model."""
     from ragblend.engine.model.checkpoints import find_model
-    from ragblend.measuring.prefilling import computed_by
+    from ragblend.measuring.prefilling import settings_digest
 
     file = find_model(model)
     settings = {
@@ -294,13 +294,13 @@ def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
         "pythons": dict(pythons),
         "measured": Path(__file__).read_text(),
     }
-    return output / f"peers-{computed_by(settings)}"
+    return output / f"peers-{settings_digest(settings)}"
 
 
 def report(asked: dict[str, list[Row]], machine: Row, output: Path) -> list[Row]:
     """Write the medians by program as JSON and as a picture."""
     rows = [_summary(name, asked[name]) for name in PYTHONS if asked.get(name)]
-    settings = {"passages": PASSAGES, "passage_tokens": PASSAGE_TOKENS, "answer_tokens": TOKENS}
+    settings = {"passages": PASSAGES, "passage_tokens": PASSAGE_TOKENS, "answer_tokens": ANSWER_TOKENS}
     everything = {"environment": machine, "settings": settings, "rows": rows}
     (output / "peers.json").write_text(json.dumps(everything, indent=1) + "\n")
     _draw(rows, output / "peers.png")
@@ -311,7 +311,7 @@ def _summary(name: str, answers: list[Row]) -> Row:
     medians = {
         key: statistics.median(row[key] for row in answers) for key in ("ttft_ms", "last_ms", "ingest_tokens")
     }
-    token_ms = statistics.median((row["last_ms"] - row["ttft_ms"]) / (TOKENS - 1) for row in answers)
+    token_ms = statistics.median((row["last_ms"] - row["ttft_ms"]) / (ANSWER_TOKENS - 1) for row in answers)
     return {
         "case": name,
         "answers": len(answers),
@@ -323,14 +323,14 @@ def _summary(name: str, answers: list[Row]) -> Row:
 
 
 def _draw(rows: list[Row], path: Path) -> None:
-    from ragblend.measuring.plots import figure_of
+    from ragblend.measuring.plots import new_figure
 
-    figure = figure_of(8.0, 0.5 * len(rows) + 1.2)
+    figure = new_figure(8.0, 0.5 * len(rows) + 1.2)
     axes, names = figure.subplots(), [row["case"] for row in rows]
     first = [row["ttft_ms"] / 1e3 for row in rows]
     others = [(row["last_ms"] - row["ttft_ms"]) / 1e3 for row in rows]
     axes.barh(names, first, color="#1f77b4", label="to the first token")
-    axes.barh(names, others, left=first, color="#c7c7c7", label=f"to token {TOKENS}")
+    axes.barh(names, others, left=first, color="#c7c7c7", label=f"to token {ANSWER_TOKENS}")
     axes.invert_yaxis()
     axes.set(xlabel="seconds")
     axes.legend(loc="lower right")
@@ -344,28 +344,28 @@ def main(
     output: Path = Path("bench-results"),
     python: list[str] | None = None,
 ) -> None:
-    """Ask all programs alternately what they were not asked yet, and report."""
+    """Let all programs alternately answer the rounds that they have not answered yet, and report."""
     pythons = PYTHONS | dict(each.split("=", 1) for each in python or ())
     names = only.split(",")
     if unknown := set(names) - PYTHONS.keys():
-        raise SystemExit(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PYTHONS)}")
+        raise SystemExit(f"--only: {', '.join(sorted(unknown))} is unknown; there are {', '.join(PYTHONS)}")
     folder = folder_of(model, pythons, output)
     folder.mkdir(parents=True, exist_ok=True)
-    plan, machine = planned(folder / "home", model, max(MOST_ROUNDS, rounds))
-    plan_file, kept = folder / "plan.json", folder / "asked.json"
+    plan, machine = make_plan(folder / "home", model, max(MOST_ROUNDS, rounds))
+    plan_file, asked_file = folder / "plan.json", folder / "asked.json"
     plan_file.write_text(json.dumps(plan))
-    asked: dict[str, list[Row]] = json.loads(kept.read_text()) if kept.exists() else {}
+    asked: dict[str, list[Row]] = json.loads(asked_file.read_text()) if asked_file.exists() else {}
     for name in [each for each in names if not Path(pythons[each]).exists()]:
-        print(f"{name}: {pythons[name]} is not there, so it is left out", file=sys.stderr)
+        print(f"{name} is left out: there is no {pythons[name]}", file=sys.stderr)
         names.remove(name)
     wanted = [name for name in names if len(asked.get(name, ())) < rounds]
     with contextlib.ExitStack() as stack:
-        asks = {name: stack.enter_context(started(name, pythons[name], plan_file)) for name in wanted}
+        asks = {name: stack.enter_context(start_program(name, pythons[name], plan_file)) for name in wanted}
         for number in range(rounds):
             for name in wanted:
                 if len(asked.setdefault(name, [])) == number:
                     asked[name].append(asks[name](number + 1))
-                    kept.write_text(json.dumps(asked, indent=1))
+                    asked_file.write_text(json.dumps(asked, indent=1))
                     print(
                         number,
                         name,
@@ -379,7 +379,7 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(*sys.argv[2:4])
+        answer_prompts(*sys.argv[2:4])
     else:
         from benchmarks.common import run
 

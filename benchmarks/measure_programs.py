@@ -3,10 +3,10 @@
     python -m benchmarks.measure_programs --home /tmp/programs
 
 Every program (`programs_langchain.py`, `programs_llama_index.py`) is asked three questions about the bundled model's
-sample documents, and the third is counted. With `--repeats 5` first questions are timed, alternating with the same
-program with `method="full"` and nothing learnt or registered, each time in a new collection. Recorded are ratios of
-medians: `first` by wall-clock time, and `first_cpu` by processor time until the answer. `--only` runs some programs,
-and keeps what is recorded of the others.
+sample documents, and the tokens of the third are counted. With `--repeats 5` first questions are timed instead, each in
+a new collection, alternating with the same program with `method="full"` and nothing learnt or registered. Recorded are
+ratios of medians: `first` by wall-clock time, and `first_cpu` by processor time until the answer. `--only` runs some
+programs, and keeps the recorded results of the rest.
 """
 
 import gc
@@ -22,9 +22,9 @@ import typer
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from benchmarks.common import Home, Row, dumped, medians, read_json, run, spent
-from benchmarks.results import PROGRAMS, show_programs
-from benchmarks.reused_tokens import Ask, Program, results_of, served, watched
+from benchmarks.common import Home, Row, clock_and_cpu_s, medians, read_json, run, to_json
+from benchmarks.results import PROGRAMS, write_programs
+from benchmarks.reused_tokens import Ask, Program, count_served, record_answers, results_of
 from ragblend.app import samples
 from ragblend.app.library.readers import read_document
 
@@ -34,7 +34,7 @@ QUESTIONS = (
     "What happened to the clapper of the bell?",
     "How was the clapper of the bell lost?",
 )
-PLAIN = {"method": "full", "learn_from_prompts": False, "register_retrieved": False}
+FULL_PREFILL = {"method": "full", "learn_from_prompts": False, "register_retrieved": False}
 
 
 class Framework(NamedTuple):
@@ -84,7 +84,7 @@ def texts() -> dict[str, str]:
 
 def main(
     home: Home,
-    repeats: Annotated[int, typer.Option(help="First questions that are timed, of each kind.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often the first question is timed; 0: count tokens.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="A program; may be given several times.")] = None,
 ) -> None:
     """Run the chosen programs, record the results, write the tables."""
@@ -97,28 +97,32 @@ def main(
             if only and program.name not in only:
                 continue
             row = known.get(program.name, {}) | {"program": program.name, "source": program.source}
-            known[program.name] = row | measured(framework, program, str(home), repeats)
+            known[program.name] = row | measure_program(framework, program, str(home), repeats)
             print(json.dumps(known[program.name]), flush=True)
             recorded[name] = [known[each.name] for each in framework.programs if each.name in known]
-            PROGRAMS.write_text(dumped(recorded, 2), encoding="utf-8")
-    show_programs(recorded)
+            PROGRAMS.write_text(to_json(recorded, 2), encoding="utf-8")
+    write_programs(recorded)
 
 
-def measured(framework: Framework, program: Program, home: str, repeats: int) -> Row:
-    """One program's results to record. home: without this run's collections."""
+def measure_program(framework: Framework, program: Program, home: str, repeats: int) -> Row:
+    """The results of one program to record."""
     if not repeats:
-        return third(framework, program, home)
-    turns = [
-        [each for options in ({}, PLAIN) for each in first(framework, program, home, options)]
+        return count_third_question(framework, program, home)
+    rounds = [
+        [
+            each
+            for options in ({}, FULL_PREFILL)
+            for each in time_first_question(framework, program, home, options)
+        ]
         for _ in range(repeats)
     ]
-    clock, processor, full_clock, full_processor = medians(turns)
+    clock, processor, full_clock, full_processor = medians(rounds)
     return {"first": round(clock / full_clock, 3), "first_cpu": round(processor / full_processor, 3)}
 
 
-def made(framework: Framework, program: Program, home: str, options: Row) -> tuple[Ask, Any]:
-    """The program on a model with a collection of its own, warmed up."""
-    gc.collect()  # models that are not collected would learn what others retrieve
+def start_program(framework: Framework, program: Program, home: str, options: Row) -> tuple[Ask, Any]:
+    """The program with a warmed-up model and a collection of its own, and the model's engine."""
+    gc.collect()  # otherwise models of earlier programs would learn from this one's retrieval, too
     llm = framework.model(home=home, collection=f"{time.time_ns()}", **framework.options, **options)
     ask = program.make(llm, framework.library)
     llm.complete("Hello") if hasattr(llm, "complete") else llm.invoke("Hello")
@@ -126,22 +130,24 @@ def made(framework: Framework, program: Program, home: str, options: Row) -> tup
     return ask, llm.backend.engine
 
 
-def first(framework: Framework, program: Program, home: str, options: Row) -> tuple[float, float]:
+def time_first_question(
+    framework: Framework, program: Program, home: str, options: Row
+) -> tuple[float, float]:
     """Wall-clock and processor seconds of the first question."""
-    ask, engine = made(framework, program, home, options)
-    found = spent(lambda: ask(QUESTIONS[0]))
+    ask, engine = start_program(framework, program, home, options)
+    clock_s, cpu_s = clock_and_cpu_s(lambda: ask(QUESTIONS[0]))
     engine.finish_background()
-    return found
+    return clock_s, cpu_s
 
 
-def third(framework: Framework, program: Program, home: str) -> Row:
-    """How the tokens of the third question were served."""
-    ask, engine = made(framework, program, home, {})
+def count_third_question(framework: Framework, program: Program, home: str) -> Row:
+    """Where the KV of the third question's tokens came from."""
+    ask, engine = start_program(framework, program, home, {})
     for question in QUESTIONS:
-        with watched() as answers, framework.library.finding() as found:
+        with record_answers() as answers, framework.library.finding() as found:
             ask(question)
         engine.finish_background()
-    return asdict(served(engine, results_of(answers), found.texts))
+    return asdict(count_served(engine, results_of(answers), found.texts))
 
 
 if __name__ == "__main__":

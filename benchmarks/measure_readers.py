@@ -11,10 +11,11 @@ kind are skipped, and so is a kind without a folder. In `encodings` a file's fol
     apt-get source --download-only pandoc uchardet libapache-poi-java libreoffice
     apt-get download debian-handbook debian-reference-en debian-reference-ja python3-doc
 
-Of the words that the independent parser finds, in any order, `complete` files have at least 99% and `partly` read ones
-fewer. `Wrong` files have words twice (and more text), columns that are not the file's, or hardly a word of it; `in
-silence` counts those of both without a note. Files in which the independent parser finds no word, or that it refuses,
-are counted but not judged. A CSV is rewritten in each of `DIALECTS` first. Needs the extra `dev`.
+A file is `complete` if we read at least 99% of the words that the independent parser finds, in any order, and `partly`
+read if fewer. It is `wrong` if words are repeated (and the text is longer), if its columns are not the file's, or if we
+read hardly any of its words. `In silence` counts partly and wrongly read files without a note. Files in which the
+independent parser finds no word, or which it refuses, are counted but not judged. A CSV is rewritten in each of
+`DIALECTS` first. Needs the extra `dev`.
 """
 
 import csv
@@ -31,25 +32,30 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import markdown, run
+from benchmarks.common import markdown_table, run
 from benchmarks.independent_parsers import DIALECTS, KINDS, declared_encoding, expected, words_of
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.readers import FORMATS, parse
 from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
-EXPECTED_S = 60.0
-ADDED = re.compile(r"^[^:\n]{1,200}: .*$", re.MULTILINE)  # a form's value or a remark, which only we read
-SHOWN = ("complete", "partly", "refused", "wrong")
-COMPLETE = 0.99
+PARSER_TIMEOUT_S = 60.0
+FORM_OR_REMARK = re.compile(
+    r"^[^:\n]{1,200}: .*$", re.MULTILINE
+)  # only we read a PDF's form values and remarks
+VERDICTS = ("complete", "partly", "refused", "wrong")
+COMPLETE_SHARE = 0.99
 PAGE_CHARACTERS = 3000
-WRONG = 0.1  # a smaller share of the words is another text
-DOUBLED = 0.05  # a larger share of the words stands there more often than in the file
+WRONG_SHARE = 0.1  # with a smaller share of the words we have read something else
+DOUBLED_SHARE = 0.05  # if a larger share of the words is repeated, the file is read wrongly
 
 
 @dataclass(frozen=True)
-class Read:
-    """What became of a file. share: of the independent parser's words, those that were read."""
+class ReadResult:
+    """How a file was read. share: of the independent parser's words, those that we read, too.
+
+    doubled: the share of words that we read more often than the independent parser does.
+    """
 
     kind: str
     file: str
@@ -63,8 +69,8 @@ class Read:
     seconds: float
 
 
-def rewritten(path: Path, folder: Path) -> Iterator[Path]:
-    """A regular CSV in each dialect; nothing of a file whose own dialect is not plain."""
+def rewrite_csv(path: Path, folder: Path) -> Iterator[Path]:
+    """Write a CSV in each dialect. Nothing if its rows differ in length, or if it is not plain CSV itself."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             found = csv.reader(file, strict=True, delimiter="\t" if path.suffix == ".tsv" else ",")
@@ -80,7 +86,7 @@ def rewritten(path: Path, folder: Path) -> Iterator[Path]:
         yield target
 
 
-def judge(kind: str, path: Path) -> Read:
+def judge(kind: str, path: Path) -> ReadResult:
     """Read a file both ways, each in the sandbox, and compare. Never raises."""
     begun, reason = time.perf_counter(), ""
     found: dict[str, Any] = {"parts": [], "notes": []}
@@ -92,33 +98,37 @@ def judge(kind: str, path: Path) -> Read:
     seconds, text = time.perf_counter() - begun, "\n".join(text for text, _ in found["parts"])
     pages = len(found["parts"]) if kind == "pdf" else len(text) / PAGE_CHARACTERS
     try:
-        theirs = run_in_sandbox(expected, path, kind, silent_s=EXPECTED_S)
+        theirs = run_in_sandbox(expected, path, kind, silent_s=PARSER_TIMEOUT_S)
     except DocumentError as error:
         theirs, reason = [], reason or f"not judged: {error}"
     ours = text.split("\n") if kind == "csv" else words_of(text)
     missing = _missing(ours, theirs)
     share = 1 - missing.total() / max(1, len(theirs))
-    once = words_of(ADDED.sub("", text)) if kind == "pdf" else ours
-    more = {word: count for word, count in (Counter(once) - Counter(theirs)).items() if word in set(theirs)}
-    # Words that their parser joins seem to stand more often in ours: there are never more of them than more characters.
-    longer = max(0, len("".join(once)) / max(1, len("".join(theirs))) - 1)
-    doubled = min(longer, sum(more.values()) / max(1, len(theirs)))
+    shared = words_of(FORM_OR_REMARK.sub("", text)) if kind == "pdf" else ours
+    repeated = {
+        word: count for word, count in (Counter(shared) - Counter(theirs)).items() if word in set(theirs)
+    }
+    # If their parser joins words, ours seems to repeat them. Real repetitions make the text longer as well.
+    longer = max(0, len("".join(shared)) / max(1, len("".join(theirs))) - 1)
+    doubled = min(longer, sum(repeated.values()) / max(1, len(theirs)))
     verdict = _verdict(kind, share, doubled, bool(reason)) if theirs else "no text"
-    absent = [*missing][:40] or [*more][:40]
-    return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, absent, pages, seconds)
+    examples = [*missing][:40] or [*repeated][:40]
+    return ReadResult(
+        kind, str(path), verdict, share, doubled, found["notes"], reason, examples, pages, seconds
+    )
 
 
 def _verdict(kind: str, share: float, doubled: float, is_refused: bool) -> str:
     if is_refused:
         return "refused"
-    is_exact = kind in {"csv", "encodings"}  # a part of it right is not right
-    if share < (COMPLETE if is_exact else WRONG) or doubled > DOUBLED:
+    needs_all = kind in {"csv", "encodings"}  # with one column or letter wrong, the whole file is wrong
+    if share < (COMPLETE_SHARE if needs_all else WRONG_SHARE) or doubled > DOUBLED_SHARE:
         return "wrong"
-    return "complete" if share >= COMPLETE else "partly"
+    return "complete" if share >= COMPLETE_SHARE else "partly"
 
 
 def _missing(ours: Iterable[str], theirs: Iterable[str]) -> Counter[str]:
-    """The words that were not read; those that are divided, joined or, by pdfminer, turned around were."""
+    """The words that we did not read. Words that we divide or join, and that pdfminer reverses, count as read."""
     ours = list(ours)
     joined = "".join(ours)
     absent = Counter(theirs) - Counter(ours)
@@ -127,9 +137,9 @@ def _missing(ours: Iterable[str], theirs: Iterable[str]) -> Counter[str]:
     )
 
 
-def table(found: Iterable[Read]) -> str:
+def table(found: Iterable[ReadResult]) -> str:
     """A row per kind."""
-    kinds: dict[str, list[Read]] = {}
+    kinds: dict[str, list[ReadResult]] = {}
     for row in found:
         kinds.setdefault(row.kind, []).append(row)
     lines = []
@@ -137,13 +147,13 @@ def table(found: Iterable[Read]) -> str:
         verdicts = Counter(row.verdict for row in own)
         judged = len(own) - verdicts["no text"]
         silent = sum(row.verdict in {"partly", "wrong"} and not row.notes for row in own)
-        counts = (len(own), judged, *(verdicts[name] for name in SHOWN), silent)
+        counts = (len(own), judged, *(verdicts[name] for name in VERDICTS), silent)
         lines.append((kind, *map(str, counts), f"{verdicts['complete'] / max(1, judged):.1%}"))
-    return markdown(("kind", "files", "with text", *SHOWN, "in silence", "share complete"), lines)
+    return markdown_table(("kind", "files", "with text", *VERDICTS, "in silence", "share complete"), lines)
 
 
 def files_of(kind: str, folder: Path, limit: int, scratch: Path) -> list[Path]:
-    """The files of a kind in a folder: `limit` of them at even distances."""
+    """At most `limit` files of a kind in a folder, evenly chosen; of CSVs and encoded texts, copies in `scratch`."""
     found = sorted(
         path
         for path in folder.rglob("*")
@@ -153,12 +163,12 @@ def files_of(kind: str, folder: Path, limit: int, scratch: Path) -> list[Path]:
         found = [path for path in found if declared_encoding(path)]
     found = found[:: max(1, -(-len(found) // limit))]
     if kind == "csv":
-        return [target for path in found for target in rewritten(path, scratch)]
-    return [undeclared(path, scratch) for path in found] if kind == "encodings" else found
+        return [target for path in found for target in rewrite_csv(path, scratch)]
+    return [without_declaration(path, scratch) for path in found] if kind == "encodings" else found
 
 
-def undeclared(path: Path, folder: Path) -> Path:
-    """A text of this file's bytes without the declaration of its encoding, so that it has to be guessed."""
+def without_declaration(path: Path, folder: Path) -> Path:
+    """A copy of the file without the declaration of its encoding, so that the encoding has to be guessed."""
     target = folder / path.parent.name / f"{path.stem}.txt"
     target.parent.mkdir(exist_ok=True)
     target.write_bytes(re.sub(rb"(encoding|charset)\s*=\s*[\"']?[\w-]+[\"']?", b"", path.read_bytes()))
@@ -167,7 +177,7 @@ def undeclared(path: Path, folder: Path) -> Path:
 
 def main(
     corpus: Annotated[list[str], typer.Option(help="A folder of folders by kind, or KIND=FOLDER.")],
-    limit: Annotated[int, typer.Option(help="At most so many files of a kind, at even distances.")] = 100_000,
+    limit: Annotated[int, typer.Option(help="At most so many files of a kind, evenly chosen.")] = 100_000,
     workers: int = 2,
     details: Annotated[Path | None, typer.Option(help="Append a line of JSON for each file.")] = None,
 ) -> None:

@@ -7,11 +7,11 @@
     python -m benchmarks.measure_search --texts texts [--embedder FOLDER]      languages
 
 Languages: twelve facts (`languages.json`) are hidden among 200 passages of LibreOffice's translated messages. Found:
-the fact's passage is among the first six; by the vectors alone, and as the app searches. Refused: the same questions,
-asked where the facts are missing, find nothing. Other things: the sample documents, and the passages of 24 questions of
-the file, are asked their own questions and others (`other_things.json`), to which no number of the product was fitted.
-Follow-ups (`follow_ups.json`), over the passages of `citations.json`: those that need the question before, others about
-the same documents, and others about other things, which should find nothing.
+the fact's passage is among the first six; by the vectors alone, and as the app searches. Refused: the same questions
+find nothing where the facts are missing. Other things: the sample documents, and the passages of 24 questions of the
+file, are searched with their own questions and with unrelated ones (`other_things.json`), on which no constant of the
+product was tuned. Follow-ups (`follow_ups.json`), over the passages of `citations.json`: questions that need the
+previous one, questions that do not, and unrelated questions, which should find nothing.
 """
 
 import gettext
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import FIGURES, markdown, read_json, run
+from benchmarks.common import DATA, markdown_table, read_json, run
 from ragblend.app import samples
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
@@ -34,13 +34,13 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.measuring.data import load
 
 MESSAGES = "usr/lib/libreoffice/program/resource"
-CODES = {
+LANGUAGE_CODES = {  # English texts are the originals in the German catalogue
     "English": "de", "German": "de", "Spanish": "es", "Russian": "ru", "Arabic": "ar", "Hindi": "hi",
     "Chinese": "zh_CN", "Japanese": "ja", "Korean": "ko", "Thai": "th",
 }  # fmt: skip
-SHORT = ("Chinese", "Japanese", "Korean")  # scripts with about half as many letters
-PASSAGES, CHARACTERS, LEAST_CHARACTERS, FIRST, QUESTIONS = 200, 350, 40, 6, 24
-Kept = dict[str, Any]
+DENSE_SCRIPTS = ("Chinese", "Japanese", "Korean")  # their texts need about half as many characters
+PASSAGES, CHARACTERS, LEAST_CHARACTERS, TOP_K, QUESTIONS = 200, 350, 40, 6, 24
+Json = dict[str, Any]
 
 
 def fill(workspace: Workspace, texts: Sequence[str]) -> None:
@@ -57,15 +57,16 @@ def fill(workspace: Workspace, texts: Sequence[str]) -> None:
     workspace.index.upsert([part.node_id for part in parts], rows)
 
 
-def refused(workspace: Workspace, questions: Sequence[str]) -> str:
-    count = sum(not search([workspace], question, FIRST) for question in questions)
+def count_refused(workspace: Workspace, questions: Sequence[str]) -> str:
+    """How many of the questions find nothing: `11 of 12`."""
+    count = sum(not search([workspace], question, TOP_K) for question in questions)
     return f"{count} of {len(questions)}"
 
 
 def messages(texts: Path, language: str) -> list[str]:
     """Passages of sentences in that language."""
-    folder = texts / MESSAGES / CODES[language] / "LC_MESSAGES"
-    found = list[str]()
+    folder = texts / MESSAGES / LANGUAGE_CODES[language] / "LC_MESSAGES"
+    sentences = list[str]()
     for file in sorted(folder.glob("*.mo")):
         with file.open("rb") as stream:
             catalogue: dict[object, str] = vars(gettext.GNUTranslations(stream))["_catalog"]
@@ -73,20 +74,20 @@ def messages(texts: Path, language: str) -> list[str]:
             original = key.rpartition("\x04")[2] if isinstance(key, str) else ""
             if len(original) >= LEAST_CHARACTERS and (language == "English" or translated != original):
                 text = original if language == "English" else translated
-                found.append(" ".join(text.replace("~", "").replace("_", "").split()))
-    if not found:
+                sentences.append(" ".join(text.replace("~", "").replace("_", "").split()))
+    if not sentences:
         raise UsageError(f"There are no messages in {folder}. The help says how to fetch them.")
-    found = list(dict.fromkeys(found))
-    random.Random(0).shuffle(found)
-    passages, least = [""], CHARACTERS // 2 if language in SHORT else CHARACTERS
-    for message in found:
-        passages[-1] = f"{passages[-1]} {message}".strip()
+    sentences = list(dict.fromkeys(sentences))
+    random.Random(0).shuffle(sentences)
+    passages, least = [""], CHARACTERS // 2 if language in DENSE_SCRIPTS else CHARACTERS
+    for sentence in sentences:
+        passages[-1] = f"{passages[-1]} {sentence}".strip()
         if len(passages[-1]) >= least:
             passages.append("")
     return passages[:PASSAGES]
 
 
-def hidden(passages: Sequence[str], facts: Sequence[str]) -> list[str]:
+def hide_facts(passages: Sequence[str], facts: Sequence[str]) -> list[str]:
     """The passages, with a fact each in the middle of some of them."""
     found, places = list(passages), random.Random(1).sample(range(len(passages)), len(facts))
     for place, fact in zip(places, facts, strict=True):
@@ -96,17 +97,17 @@ def hidden(passages: Sequence[str], facts: Sequence[str]) -> list[str]:
     return found
 
 
-def of_language(folder: Path, texts: Path, language: str, embedder: str) -> list[str]:
-    pairs: list[tuple[str, str]] = read_json(FIGURES / "languages.json")[language]
+def measure_language(folder: Path, texts: Path, language: str, embedder: str) -> list[str]:
+    pairs: list[tuple[str, str]] = read_json(DATA / "languages.json")[language]
     passages, counts = messages(texts, language), list[str]()
     questions = [question for _, question in pairs]
     for way in ("vectors", "hybrid"):
         with Workspace.open(folder / language, embedder=embedder, search=way) as workspace:
             if way == "vectors":
                 choose_embedder(workspace)
-                fill(workspace, hidden(passages, [fact for fact, _ in pairs]))
+                fill(workspace, hide_facts(passages, [fact for fact, _ in pairs]))
                 measure_similarity(workspace)
-            found = [[each.text for each in search([workspace], asked, FIRST)] for asked in questions]
+            found = [[each.text for each in search([workspace], asked, TOP_K)] for asked in questions]
             right = sum(
                 any(fact in text for text in own) for (fact, _), own in zip(pairs, found, strict=True)
             )
@@ -115,13 +116,13 @@ def of_language(folder: Path, texts: Path, language: str, embedder: str) -> list
         choose_embedder(workspace)
         fill(workspace, passages)
         measure_similarity(workspace)
-        return [language, *counts, refused(workspace, questions)]
+        return [language, *counts, count_refused(workspace, questions)]
 
 
-def of_other_things(folder: Path, data: Path, embedder: str) -> Iterator[list[str]]:
-    """Rows of answerable questions that found something, and of others that found nothing."""
+def measure_other_things(folder: Path, data: Path, embedder: str) -> Iterator[list[str]]:
+    """A row per corpus: its own questions that found something, and unrelated ones that found nothing."""
     questions = load(data, skip=True).questions[QUESTIONS : 2 * QUESTIONS]
-    kept: Kept = read_json(FIGURES / "other_things.json")
+    kept: Json = read_json(DATA / "other_things.json")
     own = {"samples": kept["samples"], "file": [each.text for each in questions]}
     for name, asked in own.items():
         with Workspace.open(folder / name, embedder=embedder) as workspace:
@@ -132,15 +133,15 @@ def of_other_things(folder: Path, data: Path, embedder: str) -> Iterator[list[st
             else:
                 fill(workspace, list(dict.fromkeys(text for each in questions for text in each.passages)))
             measure_similarity(workspace)
-            found = sum(bool(search([workspace], question, FIRST)) for question in asked)
-            yield [name, f"{found} of {len(asked)}", refused(workspace, kept["other"])]
+            found = sum(bool(search([workspace], question, TOP_K)) for question in asked)
+            yield [name, f"{found} of {len(asked)}", count_refused(workspace, kept["other"])]
 
 
-def of_follow_ups(home: Path) -> Iterator[list[str]]:
-    """Rows: how many found the right document first, or nothing where there is nothing."""
-    passages: Kept = read_json(FIGURES / "citations.json")["passages"]
+def measure_follow_ups(home: Path) -> Iterator[list[str]]:
+    """A row per kind of question: how many found a right document first, or rightly found nothing."""
+    passages: Json = read_json(DATA / "citations.json")["passages"]
     names = {text: name.partition("#")[0] for name, text in passages.items()}
-    kinds: Kept = read_json(FIGURES / "follow_ups.json")
+    kinds: Json = read_json(DATA / "follow_ups.json")
     with Workspace.open(home) as workspace:
         fill(workspace, list(passages.values()))
         for kind, asked in kinds.items():
@@ -158,12 +159,20 @@ def main(texts: Path | None = None, data: Path | None = None, embedder: str = "d
         folder = Path(name)
         if texts:
             head = ["language", "by vectors", "by vectors and words", "refused without the facts"]
-            print(markdown(head, [of_language(folder, texts, each, embedder) for each in CODES]))
+            print(
+                markdown_table(
+                    head, [measure_language(folder, texts, each, embedder) for each in LANGUAGE_CODES]
+                )
+            )
         if data:
-            rows = of_other_things(folder, data, embedder)
-            print(markdown(["passages of", "answerable kept", "others refused"], rows))
+            rows = measure_other_things(folder, data, embedder)
+            print(markdown_table(["passages of", "answerable kept", "others refused"], rows))
         if not (texts or data):
-            print(markdown(["asked after another question", "right"], of_follow_ups(folder / "follow-ups")))
+            print(
+                markdown_table(
+                    ["asked after another question", "right"], measure_follow_ups(folder / "follow-ups")
+                )
+            )
 
 
 if __name__ == "__main__":

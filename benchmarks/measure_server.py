@@ -3,13 +3,13 @@
     python -m benchmarks.measure_server timing --home /tmp/server
     python -m benchmarks.measure_server soak --home /tmp/server
 
-timing: one key has stored half of the passages; another asks about all of them, then the first one does. How well does
-the time of an answer reveal which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn
+timing: one key has stored half of the passages; another key asks about all of them, then the first one does. How well
+does the time of an answer reveal which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn
 nothing.
-soak: streams of many keys at once, a third of them cancelled, beside a client that never reads: prompts by full
-prefill, along exact paths, and fused, alternately. Answers of the first two are compared with those that the same keys
-had alone; each passage is in two keys' prompts, and a key's first one must reuse nothing; memory, threads and open
-files late in the run are compared with those early in it, and idle ones after it with idle ones after the first minute.
+soak: streams of many keys at once, a third of them cancelled, beside a client that never reads. Prompts alternate
+between full prefill, exact paths and fusing. Answers of the first two kinds are compared with the same key's answers
+without other load. Each passage is in two keys' prompts, and a key's first prompt must reuse nothing. Memory, threads
+and open files are compared early and late in the run, and while idle after the first minute and after the run.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import typer
 
-from benchmarks.common import Model, auc, read_json, serving
+from benchmarks.common import Model, auc, read_json, run_server
 from benchmarks.common import run as run_script
 from benchmarks.filler import Notes, names
 from ragblend.app.serve.keys import Client, Keys
@@ -40,25 +40,28 @@ from ragblend.engine.decoding.implementations import DecodeComparison
 from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
 
 WAIT_S = 600.0
-BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of one
+BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of a passage
 TOKENS = 24  # of a stream's answer
-MET = 3  # so often a prompt with a passage is sent, so that the passage is known
-LEFT = 3  # of so many streams one is left
-WARM_S = 60.0  # of all streams, before what is at rest is looked at for the first time
+REPEATS_TO_LEARN = 3  # prompts with a passage, after which the server knows the passage
+CANCEL_ONE_IN = 3  # of so many streams one is cancelled
+WARM_UP_S = 60.0  # all streams run so long before idle resources are taken for the first time
 UNREAD_S = 90.0
-IDLE_S = 0.3  # in which passages are encoded: not while somebody asks
-SETTLED_S = 20.0
-EARLY, LATE = (0.2, 0.3), (0.9, 1.0)  # of the run, compared: minute three and the last of ten
+IDLE_S = 0.3  # a pause without requests, in which the server encodes passages
+QUIET_S = 20.0  # a pause in which background work ends
+EARLY, LATE = (
+    (0.2, 0.3),
+    (0.9, 1.0),
+)  # parts of the run that are compared; of ten minutes, the third and the last
 Json = dict[str, Any]
 FULL: Json = {"method": "full", "learn_from_prompts": False}
 EXACT: Json = {"method": "exact"}
 FUSED: Json = {}
-WAYS = (FULL, EXACT, FUSED)
+METHODS = (FULL, EXACT, FUSED)
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """`ragblend serve` as a process. keys: of each client."""
+    """`ragblend serve` as a process. keys: the API key of each client."""
 
     home: Path
     keys: dict[str, str]
@@ -75,8 +78,8 @@ class ServerProcess:
         return {"authorization": f"Bearer {self.keys[name]}"}
 
     def body(self, text: str, **options: Any) -> Json:
-        said = [{"role": "user", "content": text}]
-        return {"model": self.model, "messages": said, **options}
+        messages = [{"role": "user", "content": text}]
+        return {"model": self.model, "messages": messages, **options}
 
 
 @contextlib.contextmanager
@@ -88,14 +91,14 @@ def served(home: Path, model: str, names: Sequence[str]) -> Iterator[ServerProce
             services.workspaces.create(name)
         keys = {name: known.add(Client(name, (name,))) for name in names}
     options = ("--home", home, "--model", model, "--device", "cpu", "--dtype", "float32")
-    with serving("serve", *options) as (process, ready):
+    with run_server("serve", *options) as (process, ready):
         yield ServerProcess(home, keys, process.pid, ready["url"], ready["port"])
 
 
 def timing(home: Path, model: str, requests: int) -> Json:
     """Medians in ms and AUC, for the key without any of the passages, and for the key that has half of them."""
     texts = Notes(random.Random(0))
-    took: dict[tuple[str, bool], list[float]] = {}
+    times_ms: dict[tuple[str, bool], list[float]] = {}
     with served(home, model, ("ada", "bob")) as server:
         clients = {
             name: httpx.Client(base_url=server.url, headers=server.headers(name), timeout=WAIT_S)
@@ -112,7 +115,7 @@ def timing(home: Path, model: str, requests: int) -> Json:
         for block in range(1 + requests // BLOCK):
             passages = [texts.passage(SENTENCES) for _ in range(BLOCK)]
             stored = passages[: BLOCK // 2]
-            while True:  # met twice, known; then encoded when nobody asks
+            while True:  # a passage is known after two prompts, and encoded when there are no requests
                 kv = ask("ada", texts.draw.sample(stored, len(stored)))
                 if len(kv["chunks"]) == len(stored) and not kv["missing"]:
                     break
@@ -123,15 +126,15 @@ def timing(home: Path, model: str, requests: int) -> Json:
                     ask(name, [passage])
                     if block:  # the first is for warming up
                         spent = 1e3 * (time.perf_counter() - begun)
-                        took.setdefault((name, passage in stored), []).append(spent)
+                        times_ms.setdefault((name, passage in stored), []).append(spent)
         for client in clients.values():
             client.close()
     return {
         name: {
-            "requests": len(took[name, True]) + len(took[name, False]),
-            "ms where the first key has it": round(statistics.median(took[name, True]), 1),
-            "ms where it has not": round(statistics.median(took[name, False]), 1),
-            "auc": round(auc(took[name, False], took[name, True]), 3),
+            "requests": len(times_ms[name, True]) + len(times_ms[name, False]),
+            "ms where the first key has it": round(statistics.median(times_ms[name, True]), 1),
+            "ms where it has not": round(statistics.median(times_ms[name, False]), 1),
+            "auc": round(auc(times_ms[name, False], times_ms[name, True]), 3),
         }
         for name in clients
     }
@@ -143,14 +146,14 @@ class Soak:
     def __init__(self, server: ServerProcess, users: Sequence[str]) -> None:
         self.server, self.users, self.texts = server, users, Notes(random.Random(0))
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
-        shared = [self.texts.passage(SENTENCES) for _ in users]  # each stands in two keys' prompts
+        shared = [self.texts.passage(SENTENCES) for _ in users]  # each is in two keys' prompts
         self.passages = {name: (shared[at], shared[at - 1]) for at, name in enumerate(users)}
-        self.said: dict[
+        self.expected: dict[
             tuple[str, bool, bool], str
         ] = {}  # by key, whether the second passage is first, and is FULL
         # Tokens of each prompt; of the fused ones (True), and of those along exact paths
         self.reused: dict[tuple[str, bool], list[int]] = {
-            (name, way): [] for name in users for way in (True, False)
+            (name, method): [] for name in users for method in (True, False)
         }
 
     async def run(self, seconds: float) -> tuple[list[Json], list[Json]]:
@@ -159,28 +162,30 @@ class Soak:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
             while not is_settled(self.server.home):
-                await self._asked(client, self.users[0], self.texts.question(), FULL)
-                await asyncio.sleep(SETTLED_S)
-            for name in self.users:  # its passages are learnt: each is tokens of its own from then on
-                for _ in range(MET):
-                    await self._asked(client, name, self._noted(name, self.texts.draw))
-            await asyncio.sleep(SETTLED_S)
-            for name, swapped, way in itertools.product(self.users, (False, True), (FULL, EXACT)):
-                said = await self._asked(client, name, self._prompt(name, swapped), way)
-                self.said[name, swapped, way is FULL] = said
+                await self._ask(client, self.users[0], self.texts.question(), FULL)
+                await asyncio.sleep(QUIET_S)
+            for (
+                name
+            ) in self.users:  # the server learns the passages, and tokenizes each separately from then on
+                for _ in range(REPEATS_TO_LEARN):
+                    await self._ask(client, name, self._varied_prompt(name, self.texts.draw))
+            await asyncio.sleep(QUIET_S)
+            for name, swapped, method in itertools.product(self.users, (False, True), (FULL, EXACT)):
+                said = await self._ask(client, name, self._prompt(name, swapped), method)
+                self.expected[name, swapped, method is FULL] = said
             at_rest, rows = list[Json](), list[Json]()
-            for lasts in (WARM_S, seconds):
-                rows = await self._all_talk(client, process, lasts)
-                await asyncio.sleep(SETTLED_S)
-                at_rest.append(taken(process))
+            for lasts in (WARM_UP_S, seconds):
+                rows = await self._run_clients(client, process, lasts)
+                await asyncio.sleep(QUIET_S)
+                at_rest.append(resources(process))
             return rows, at_rest
 
-    async def _all_talk(
+    async def _run_clients(
         self, client: httpx.AsyncClient, process: psutil.Process, seconds: float
     ) -> list[Json]:
         end = time.monotonic() + seconds
         tasks = [
-            asyncio.ensure_future(self._talk(client, name, end, number))
+            asyncio.ensure_future(self._run_client(client, name, end, number))
             for number, name in enumerate(self.users)
         ]
         tasks.append(asyncio.ensure_future(self._never_read(end)))
@@ -188,44 +193,47 @@ class Soak:
         await asyncio.gather(*tasks)
         return rows
 
-    async def _talk(self, client: httpx.AsyncClient, name: str, end: float, turn: int) -> None:
-        """Alternate between the kinds of prompt, so that at any time there are as many of each."""
+    async def _run_client(self, client: httpx.AsyncClient, name: str, end: float, turn: int) -> None:
+        """Alternate between the methods, so that at any time about as many streams use each of them."""
         draw = random.Random(f"{name} {end}")
         while time.monotonic() < end:
-            turn, is_left, swapped = turn + 1, draw.random() < 1 / LEFT, draw.random() < 0.5
-            left_after, way = draw.randrange(TOKENS) if is_left else None, WAYS[turn % len(WAYS)]
-            text = self._noted(name, draw) if way is FUSED else self._prompt(name, swapped)
+            turn, is_cancelled, swapped = turn + 1, draw.random() < 1 / CANCEL_ONE_IN, draw.random() < 0.5
+            cancel_after, method = (
+                draw.randrange(TOKENS) if is_cancelled else None,
+                METHODS[turn % len(METHODS)],
+            )
+            text = self._varied_prompt(name, draw) if method is FUSED else self._prompt(name, swapped)
             try:
-                said = await self._asked(client, name, text, way, left_after)
-                right = self.said[name, swapped, way is FULL]
-                is_right = way is FUSED or (right.startswith(said) if is_left else said == right)
-                self.counts["left" if is_left else "whole"] += 1
+                said = await self._ask(client, name, text, method, cancel_after)
+                right = self.expected[name, swapped, method is FULL]
+                is_right = method is FUSED or (right.startswith(said) if is_cancelled else said == right)
+                self.counts["left" if is_cancelled else "whole"] += 1
                 if not is_right:
                     self.counts["wrong"] += 1
-                    print(f"{name}, {way}: {said!r}, not {right!r}", file=sys.stderr)
+                    print(f"{name}, {method}: {said!r}, not {right!r}", file=sys.stderr)
             except (httpx.HTTPError, ValueError) as error:
                 print(f"{name}: {error!r}", file=sys.stderr)
                 self.counts["failed"] += 1
 
     def _prompt(self, name: str, swapped: bool) -> str:
-        """A prompt with RAGBlend's own prefix, after which there are paths."""
+        """A prompt with RAGBlend's own prefix, so that its passages can be a path of the knowledge tree."""
         passages = SEPARATOR.join(self.passages[name][:: -1 if swapped else 1])
         return f"{OPENING}{passages}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
-    def _noted(self, name: str, draw: random.Random) -> str:
+    def _varied_prompt(self, name: str, draw: random.Random) -> str:
         return f"{self._prompt(name, draw.random() < 0.5)} Note {draw.random()}."
 
-    async def _asked(
+    async def _ask(
         self,
         client: httpx.AsyncClient,
         name: str,
         text: str,
-        way: Json = FUSED,
-        left_after: int | None = None,
+        method: Json = FUSED,
+        cancel_after: int | None = None,
     ) -> str:
-        """The answer, whole or its first pieces. Raises ValueError for a stream without a proper end."""
+        """The answer, or its first pieces if it is cancelled. Raises ValueError for a stream without a proper end."""
         said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-        body = self.server.body(text, messages=said, max_tokens=TOKENS, stream=True, **way)
+        body = self.server.body(text, messages=said, max_tokens=TOKENS, stream=True, **method)
         pieces: list[str] = []
         async with client.stream(
             "POST",
@@ -235,11 +243,11 @@ class Soak:
         ) as answer:
             answer.raise_for_status()
             async for value in events(answer):
-                if left_after is not None and len(pieces) > left_after:
+                if cancel_after is not None and len(pieces) > cancel_after:
                     return "".join(pieces)
                 pieces += [choice["delta"].get("content", "") for choice in value["choices"]]
-                if "kv" in value and way in (EXACT, FUSED):
-                    self.reused[name, way is FUSED].append(value["kv"][0]["reused"])
+                if "kv" in value and method in (EXACT, FUSED):
+                    self.reused[name, method is FUSED].append(value["kv"][0]["reused"])
         return "".join(pieces)
 
     async def _never_read(self, end: float) -> None:
@@ -260,7 +268,7 @@ class Soak:
     async def _watch(self, process: psutil.Process, end: float) -> list[Json]:
         begun, rows = time.monotonic(), list[Json]()
         while time.monotonic() < end:
-            rows.append(taken(process) | {"at": time.monotonic() - begun})
+            rows.append(resources(process) | {"at": time.monotonic() - begun})
             if len(rows) % 60 == 1:
                 print(rows[-1], self.counts, file=sys.stderr)
             await asyncio.sleep(1)
@@ -268,14 +276,15 @@ class Soak:
 
 
 def is_settled(home: Path) -> bool:
-    """Whether the decoding loop is chosen: another order of sums can give another greedy answer."""
+    """Whether the decoding loop is chosen; another one sums in another order, which can change a greedy answer."""
     return any(
         DecodeComparison(kept["divergence"], tuple(kept["ratios"])).is_settled
         for kept in map(read_json, home.rglob("steps-*.json"))
     )
 
 
-def taken(process: psutil.Process) -> Json:
+def resources(process: psutil.Process) -> Json:
+    """The memory, threads and open files that the process has now."""
     return {
         "rss": process.memory_info().rss,
         "threads": process.num_threads(),
@@ -306,10 +315,10 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
         **run.counts,
         "prompts": 2 * len(users),
         "answered differently by full prefill": sum(
-            run.said[name, swapped, True] != run.said[name, swapped, False]
+            run.expected[name, swapped, True] != run.expected[name, swapped, False]
             for name, swapped in itertools.product(users, (False, True))
         ),
-        "different answers": len(set(run.said.values())),
+        "different answers": len(set(run.expected.values())),
         "keys that fuse their passages": sum(any(run.reused[name, True]) for name in users),
         "keys that reuse them exactly": sum(any(run.reused[name, False]) for name in users),
         "keys that reused another's": sum(run.reused[name, True][0] > 0 for name in users),
@@ -330,20 +339,20 @@ def change(rows: Sequence[Json], name: str) -> Json:
 
 def main(
     what: Annotated[str, typer.Argument(help="timing or soak.")],
-    home: Annotated[Path, typer.Option(help="A RAGBlend home that is not there yet.")],
+    home: Annotated[Path, typer.Option(help="A new RAGBlend home.")],
     model: Model = "default",
     requests: int = 2000,
     streams: int = 50,
     minutes: float = 10,
 ) -> None:
     """Measure, and print the figures."""
-    found: dict[str, Callable[[], Json]] = {
+    measurements: dict[str, Callable[[], Json]] = {
         "timing": lambda: timing(home, model, requests),
         "soak": lambda: soak(home, model, streams, minutes),
     }
-    if what not in found:
-        raise typer.BadParameter(f"there are {', '.join(found)}")
-    print(json.dumps(found[what](), indent=1))
+    if what not in measurements:
+        raise typer.BadParameter(f"there are {', '.join(measurements)}")
+    print(json.dumps(measurements[what](), indent=1))
 
 
 if __name__ == "__main__":

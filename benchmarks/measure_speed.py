@@ -26,19 +26,19 @@ import torch
 import typer
 
 from benchmarks.common import (
+    DATA,
     DOCS,
-    FIGURES,
     AnyHome,
     Row,
-    between_marks,
-    counts,
-    in_turns,
-    markdown,
+    clock_and_cpu_s,
+    make_texts,
+    markdown_table,
     medians,
+    parse_counts,
     read_json,
+    replace_marked,
     run,
-    spent,
-    texts,
+    run_alternately,
 )
 from ragblend import Engine
 from ragblend.engine.correction import Correction
@@ -47,19 +47,19 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder
-from ragblend.measuring.plots import figure_of
+from ragblend.measuring.plots import new_figure
 from ragblend.measuring.prefilling import cpu_name
-from ragblend.measuring.ttft import encoded
+from ragblend.measuring.ttft import encoded_prompt
 
-RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "performance.md", DOCS / "pictures" / "speed.svg"
+RECORDED, PAGE, PICTURE = DATA / "speed.json", DOCS / "performance.md", DOCS / "pictures" / "speed.svg"
 CHUNKS, TOKENS, RATIO, REPEATS = 6, 512, 0.15, 5
-LONG_LAYERS = 4  # of the random model; every layer's cost grows alike with the length
-WAYS: dict[str, Row] = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
+LONG_LAYERS = 4  # of the random model; the cost of every layer grows alike with the prompt's length
+METHODS: dict[str, Row] = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
 
 
 def median_s(once: Callable[[], object], repeats: int = 9) -> float:
     once()
-    return statistics.median(spent(once)[0] for _ in range(repeats))
+    return statistics.median(clock_and_cpu_s(once)[0] for _ in range(repeats))
 
 
 class HardwareSpeed:
@@ -94,20 +94,20 @@ def _rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
 
 
 class Phases:
-    """Seconds of the computing thread by phase, without those of nested phases."""
+    """Seconds of the computing thread by phase; a nested phase's seconds count for that phase only."""
 
     def __init__(self) -> None:
         self.seconds, self._open, self._since = defaultdict[str, float](float), list[str](), 0.0
 
     def begin(self, name: str) -> None:
-        self._settle()
+        self._add_elapsed()
         self._open.append(f"probe: {name}" if "probe" in self._open and name != "move" else name)
 
     def end(self) -> None:
-        self._settle()
+        self._add_elapsed()
         self._open.pop()
 
-    def _settle(self) -> None:
+    def _add_elapsed(self) -> None:
         now = time.perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
@@ -130,7 +130,7 @@ class Phases:
 
 
 @contextlib.contextmanager
-def watched(engine: Engine) -> Iterator[Phases]:
+def record_phases(engine: Engine) -> Iterator[Phases]:
     """Record the phases of prefills within the block."""
     from transformers import AttentionInterface
 
@@ -167,11 +167,11 @@ def watched(engine: Engine) -> Iterator[Phases]:
 
 
 def phases_ms(engine: Engine, prompt: Prompt, repeats: int, **how: Any) -> tuple[Row, Prefilled]:
-    """Medians by phase of a warmed-up prefill, and `all`; time in no phase belongs to the layers."""
+    """Median ms by phase of a warmed-up prefill, with `all` and with the `rest` that is in no phase."""
     engine.prefill(prompt, **how)
     rounds = []
     for _ in range(repeats):
-        with watched(engine) as phases:
+        with record_phases(engine) as phases:
             begun = time.perf_counter()
             prefilled = engine.prefill(prompt, **how)
             took = time.perf_counter() - begun
@@ -184,9 +184,12 @@ def phases_ms(engine: Engine, prompt: Prompt, repeats: int, **how: Any) -> tuple
 
 
 def whole_ms(engine: Engine, prompt: Prompt, repeats: int, warm: int = 0) -> dict[str, float]:
-    """Medians of whole prefills, alternating, without recording phases, which costs more with more calls."""
-    ways = {m: partial(spent, partial(engine.prefill, prompt, method=m, **how)) for m, how in WAYS.items()}
-    return {method: 1e3 * medians(found)[0] for method, found in in_turns(ways, repeats, warm).items()}
+    """Medians of whole prefills, run alternately. No phases are recorded, since each call of that costs time."""
+    ways = {
+        m: partial(clock_and_cpu_s, partial(engine.prefill, prompt, method=m, **how))
+        for m, how in METHODS.items()
+    }
+    return {method: 1e3 * medians(found)[0] for method, found in run_alternately(ways, repeats, warm).items()}
 
 
 def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> Row:
@@ -203,7 +206,7 @@ def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> R
     )
     scores = 4 * config.num_attention_heads * geometry.key_size * layers
 
-    def through(rows: list[int], prefix: str) -> Row:
+    def layer_bounds(rows: list[int], prefix: str) -> Row:
         found = {}
         for phase, name in (("projections", "self_attn"), ("MLP", "mlp")):
             count = linears[name] * layers
@@ -214,7 +217,7 @@ def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> R
         return found | {prefix + "attention": machine.bound_ms(scores * sum(row + 1 for row in rows), read)}
 
     rows = [row for row, letter in enumerate(report.served) if letter != "r"]
-    found = through(rows, "")
+    found = layer_bounds(rows, "")
     head = engine.runtime.loaded.model.lm_head.weight.nbytes
     found["head"] = machine.bound_ms(nbytes=head)
     if stored and report.hits:
@@ -222,38 +225,37 @@ def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> R
         found |= {"load": machine.bound_ms(nbytes=2 * nbytes), "move": machine.bound_ms(nbytes=nbytes)}
     if report.probe_rows:
         fresh = [row for row, letter in enumerate(report.served) if letter == "f"]
-        found |= through(fresh[-report.probe_rows :], "probe: ")
+        found |= layer_bounds(fresh[-report.probe_rows :], "probe: ")
         chosen, width = (
             report.tokens.recomputed,
             geometry.kv_heads * (geometry.key_size + geometry.value_size),
         )
         moved = sum(span[1] - span[0] for span in prefilled.prompt.places[1:])
         fitted = min(chosen, shift.MAX_FITTED_ROWS)
-        told = (
-            2 * (moved + fitted) * fitted * width
-        )  # and as much for similarity, which layers share, as the system
-        each = layers / shift.SHARED_LAYERS
-        found["shift"] = machine.bound_ms((layers + each) * told, float32=each * 2 * fitted**3)
+        # Every layer predicts the changes. Similarities, which take as much, and the system are shared by layers.
+        predict_flop = 2 * (moved + fitted) * fitted * width
+        systems = layers / shift.SHARED_LAYERS
+        found["shift"] = machine.bound_ms((layers + systems) * predict_flop, float32=systems * 2 * fitted**3)
     return found
 
 
-def machine_of(engine: Engine) -> str:
+def machine_name(engine: Engine) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads, {engine.dtype}"
 
 
-def measured(engine: Engine) -> Row:
+def measure_phases(engine: Engine) -> Row:
     """The machine, the phases of three methods, and whole times."""
-    with encoded(engine, texts(engine, CHUNKS, TOKENS)) as subject:
+    with encoded_prompt(engine, make_texts(engine, CHUNKS, TOKENS)) as subject:
         prompt = subject.prompt
         machine = HardwareSpeed(engine, len(prompt.token_ids))
         methods = []
-        for method, how in WAYS.items():
+        for method, how in METHODS.items():
             found, prefilled = phases_ms(engine, prompt, REPEATS, method=method, **how)
             bounds = bounds_ms(engine, machine, prefilled)
             rows = [{"phase": name, "ms": ms, "bound_ms": bounds.get(name)} for name, ms in found.items()]
             methods.append({"method": method, "phases": rows})
         return {
-            "machine": machine_of(engine),
+            "machine": machine_name(engine),
             "model": engine.model_name,
             "tokens": len(prompt.token_ids),
             "methods": methods,
@@ -261,11 +263,11 @@ def measured(engine: Engine) -> Row:
         }
 
 
-def grown(engine: Engine, thousands: list[int]) -> list[Row]:
-    """Milliseconds by prompt length, of a random model with a window of that length."""
+def time_by_length(engine: Engine, thousands: list[int]) -> list[Row]:
+    """Milliseconds of whole prefills by prompt length; the engine's window must fit the longest."""
     rows = []
     for length in thousands:
-        with encoded(engine, texts(engine, 1000 * length // TOKENS - 1, TOKENS)) as subject:
+        with encoded_prompt(engine, make_texts(engine, 1000 * length // TOKENS - 1, TOKENS)) as subject:
             rows.append(
                 {"tokens": len(subject.prompt.token_ids), **whole_ms(engine, subject.prompt, 1, warm=1)}
             )
@@ -279,7 +281,7 @@ def random_model(longest: int, home: Path | None) -> Iterator[Engine]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = Engine.open(home=home)
-    source.gate  # noqa: B018 - the model's folder is there from then on
+    source.gate  # noqa: B018 - converts the model, so that its folder exists
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.for_model(**source.runtime.model_config.to_dict())
         config.num_hidden_layers, window = LONG_LAYERS, config.max_position_embeddings
@@ -295,7 +297,7 @@ def random_model(longest: int, home: Path | None) -> Iterator[Engine]:
         yield Engine.open(folder, home=Path(folder) / "home")
 
 
-def page(recorded: Row) -> str:
+def render_tables(recorded: Row) -> str:
     """The generated part of docs/performance.md."""
     now, parts = recorded["phases"], list[str]()
     parts.append(
@@ -303,24 +305,26 @@ def page(recorded: Row) -> str:
     )
     times = now["whole_ms"]
     took, least = times["probe-shift"], times["reuse"] + RATIO * times["full"]
-    said = ", ".join(f"`{method}` {ms:,.0f}" for method, ms in times.items())
+    listed = ", ".join(f"`{method}` {ms:,.0f}" for method, ms in times.items())
     parts.append(
-        f"Medians of {2 * REPEATS + 1}: {said} ms. The least possible would be `reuse`'s time plus {RATIO:.0%} of "
+        f"Medians of {2 * REPEATS + 1}: {listed} ms. The least possible would be `reuse`'s time plus {RATIO:.0%} of "
         f"`full`'s; `probe-shift` at {RATIO:.0%} takes {took / least:.2f} times that."
     )
     if grown := recorded.get("long"):
-        names = ["tokens", *WAYS]
+        names = ["tokens", *METHODS]
         parts += [
             f"Longer prompts, in ms: a random model with {LONG_LAYERS} layers of these shapes on {grown['machine']}.",
-            markdown(names, [[f"{row[name]:,.0f}" for name in names] for row in grown["rows"]]).rstrip(),
+            markdown_table(
+                names, [[f"{row[name]:,.0f}" for name in names] for row in grown["rows"]]
+            ).rstrip(),
         ]
     return "\n\n".join(parts) + "\n"
 
 
-def picture(recorded: Row) -> None:
+def draw_picture(recorded: Row) -> None:
     """Plot bars of each method's phases beside their bounds."""
     methods = recorded["phases"]["methods"]
-    figure = figure_of(9, 3.2)
+    figure = new_figure(9, 3.2)
     axes, names = figure.subplots(), list[str]()
     for place, each in enumerate(methods):
         left = 0.0
@@ -340,29 +344,33 @@ def picture(recorded: Row) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def page_with(recorded: Row) -> str:
+def render_page(recorded: Row) -> str:
     """docs/performance.md with the recorded tables."""
-    return between_marks(PAGE.read_text(encoding="utf-8"), lambda: page(recorded))
+    return replace_marked(PAGE.read_text(encoding="utf-8"), lambda: render_tables(recorded))
 
 
 def main(
     home: AnyHome = None,
     long: Annotated[
-        str, typer.Option(help="Thousands of tokens: how time and memory grow, not the phases.")
+        str,
+        typer.Option(help="Lengths in thousands of tokens: measures how time grows instead of the phases."),
     ] = "",
     render: Annotated[bool, typer.Option("--render", help="Nothing is measured.")] = False,
 ) -> None:
     """Measure, record, and write the document and its picture."""
     recorded: Row = read_json(RECORDED)
     if long:
-        with random_model(1024 * max(counts(long)) + TOKENS, home) as engine:
-            recorded["long"] = {"machine": machine_of(engine), "rows": grown(engine, counts(long))}
+        with random_model(1024 * max(parse_counts(long)) + TOKENS, home) as engine:
+            recorded["long"] = {
+                "machine": machine_name(engine),
+                "rows": time_by_length(engine, parse_counts(long)),
+            }
     elif not render:
-        recorded["phases"] = measured(Engine.open(home=home))
+        recorded["phases"] = measure_phases(Engine.open(home=home))
     RECORDED.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page_with(recorded), encoding="utf-8")
-    picture(recorded)
-    print(page(recorded))
+    PAGE.write_text(render_page(recorded), encoding="utf-8")
+    draw_picture(recorded)
+    print(render_tables(recorded))
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import REPO, Home, environment_of_others, in_turns, run
+from benchmarks.common import REPO, Home, environment_without_openmp, run, run_alternately
 
 QUESTION = "When did the Thornsay Causeway Tramway open?"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float]:
-    """Wall-clock and processor seconds until the answer begins on stdout; the process is ended then."""
+    """Wall-clock and processor seconds until the answer begins on stdout; then the process is killed."""
     command = [sys.executable, "-m", "ragblend.app.cli.main", "ask", question, "--home", str(home)]
-    own, out, err = environment_of_others(PYTHONPATH=str(checkout)), subprocess.PIPE, subprocess.DEVNULL
+    own, out, err = environment_without_openmp(PYTHONPATH=str(checkout)), subprocess.PIPE, subprocess.DEVNULL
     begun = time.perf_counter()
     with subprocess.Popen(command, cwd=checkout, env=own, stdout=out, stderr=err) as process:
         assert process.stdout is not None
@@ -37,11 +37,11 @@ def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float
 
 def main(home: Home, other: list[Path] | None = None, question: str = QUESTION, repeats: int = 5) -> None:
     """Measure, and print a line for each checkout."""
-    ways = {each: partial(first_token, each, home, question) for each in (*(other or ()), REPO)}
-    for checkout, found in in_turns(ways, repeats, warm=1).items():
+    checkouts = {each: partial(first_token, each, home, question) for each in (*(other or ()), REPO)}
+    for checkout, found in run_alternately(checkouts, repeats, warm=1).items():
         clocks, processors = zip(*found, strict=True)
         print(
-            f"{checkout}: {statistics.median(clocks):.2f} s (least {min(clocks):.2f}), of processors "
+            f"{checkout}: {statistics.median(clocks):.2f} s (least {min(clocks):.2f}), processor time "
             f"{statistics.median(processors):.2f} s (least {min(processors):.2f})"
         )
 

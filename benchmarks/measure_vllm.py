@@ -6,10 +6,10 @@
     python -m benchmarks.measure_vllm salts --home HOME --limit 1000
 
 Run it in an environment with vLLM (`make test-vllm` makes one). Both servers have the same model, dtype, cores and
-options and prefix caching, and get the same prompts over HTTP alternately; options after `--` go to both. The server
-that is not asked is stopped, since an idle server's threads spin. vLLM reserves a core in a server with a connector
-(VLLM_CPU_NUM_OF_RESERVED_CPU), unless the number is set, as here. Passages are encoded before, by the built-in engine,
-which `agree` asks as well.
+options, with prefix caching, and get the same prompts over HTTP alternately; options after `--` go to both. The server
+that is not in use is stopped, since an idle server's threads spin. vLLM reserves a core in a server with a connector,
+unless VLLM_CPU_NUM_OF_RESERVED_CPU is set, as here. The built-in engine encodes the passages first; `agree` also
+compares with its answers.
 """
 
 import argparse
@@ -34,12 +34,18 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ANSWER_TOKENS = 32
-ALONE = "probe-shift:sure=0"  # without the second look at figures, which vLLM's own endpoint does not take
+WITHOUT_SECOND_LOOK = (
+    "probe-shift:sure=0"  # without the second look at figures, which vLLM's own endpoint does not take
+)
 SALTED_SENTENCES = 30  # of a passage, by `salts`
-WARM_UP = 2  # prompts: threads and kernels
-SERVERS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
-# Ends a process group, stopped processes too, when its input is closed: that is, when the measuring process ends.
-UNDERTAKER = """read _; kill -s TERM -- -$1; kill -s CONT -- -$1
+WARM_UP_PROMPTS = 2  # they start threads and kernels, and do not count
+SERVER_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# Ends a process group, with its stopped processes, when the script's input is closed: when the measuring process ends.
+END_GROUP = """read _; kill -s TERM -- -$1; kill -s CONT -- -$1
 for _ in 1 2 3 4 5 6 7 8 9; do sleep 2; kill -s 0 -- -$1 || exit; done; kill -s KILL -- -$1"""
 
 
@@ -58,37 +64,37 @@ def main() -> int:
     option("--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first")
     option("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both engines")
     option("--json", type=Path, help="where the figures go")
-    given = parser.parse_args(own.split())
-    if given.data is None and given.what == "speed":
+    options = parser.parse_args(own.split())
+    if options.data is None and options.what == "speed":
         parser.error("--data: `speed` needs questions")
-    # Nothing is timed by these, and threads that spin beside busy ones take ten times as long.
-    if given.what == "agree":
-        os.environ["GOMP_SPINCOUNT"] = SERVERS["GOMP_SPINCOUNT"] = "0"
-    if given.what == "speed" and given.limit <= WARM_UP:
-        parser.error(f"--limit: the first {WARM_UP} prompts warm up; ask for more")
-    engine, questions = opened(given)
+    # `agree` times nothing, and spinning threads beside busy ones would make it ten times slower.
+    if options.what == "agree":
+        os.environ["GOMP_SPINCOUNT"] = SERVER_ENVIRONMENT["GOMP_SPINCOUNT"] = "0"
+    if options.what == "speed" and options.limit <= WARM_UP_PROMPTS:
+        parser.error(f"--limit: the first {WARM_UP_PROMPTS} prompts warm up; ask for more")
+    engine, questions = engine_and_questions(options)
     runs = {"speed": speed, "agree": agree, "salts": salts}
-    found = runs[given.what](given, engine, questions, passed.split())
+    found = runs[options.what](options, engine, questions, passed.split())
     print(json.dumps(found, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
     return 0
 
 
-def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
+def engine_and_questions(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The built-in engine, on the GPU if there is one, and the questions."""
     from ragblend import Engine
     from ragblend.measuring.data import load
     from ragblend.measuring.figure_questions import QUESTIONS_A_SET, figure_questions
 
-    engine = Engine.open(given.model, given.home, dtype=given.dtype)
-    if given.data is not None:
-        return engine, list(load(given.data).questions)[: given.limit]
-    made = figure_questions(-(-given.limit // QUESTIONS_A_SET), orders=1)
-    return engine, made[: given.limit]
+    engine = Engine.open(options.model, options.home, dtype=options.dtype)
+    if options.data is not None:
+        return engine, list(load(options.data).questions)[: options.limit]
+    made = figure_questions(-(-options.limit // QUESTIONS_A_SET), orders=1)
+    return engine, made[: options.limit]
 
 
-def encoded(engine: Any, passages: list[tuple[int, ...]]) -> None:
+def store_passages(engine: Any, passages: list[tuple[int, ...]]) -> None:
     """Store KV of passages, given as token ids, under node ids of their own, as ingest does."""
     nodes, keys = engine._nodes, engine._nodes.keys_of(passages, engine.runtime.canonical_prefix)
     names = [f"measured-{key.digest[:16]}" for key in keys]
@@ -96,7 +102,7 @@ def encoded(engine: Any, passages: list[tuple[int, ...]]) -> None:
     nodes.encode(passages, keys, engine.runtime.canonical_prefix, None, names)
 
 
-def cut(engine: Any, text: str, tokens: int | None) -> tuple[int, ...]:
+def passage_ids(engine: Any, text: str, tokens: int | None) -> tuple[int, ...]:
     return tuple(engine.runtime.tokenizing.passage_ids(text)[:tokens])
 
 
@@ -108,7 +114,7 @@ def prompt_of(engine: Any, passages: list[tuple[int, ...]], question: str) -> An
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A server in a process group that is stopped except while it is asked."""
+    """A server in a process group that is stopped except while it is in use."""
 
     url: str
     group: int
@@ -124,31 +130,33 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[VllmServer]:
+def run_server(
+    options: argparse.Namespace, folder: str, connected: bool, more: list[str]
+) -> Iterator[VllmServer]:
     """Run a server for the block; its log is in the home."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    from benchmarks.common import environment_of_others
+    from benchmarks.common import environment_without_openmp
 
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    command += ["--dtype", given.dtype, "--port", str(port)]
+    command += ["--dtype", options.dtype, "--port", str(port)]
     command += ["--served-model-name", "m", "--max-logprobs", "-1"]
     if connected:
-        extra = {"home": str(given.home.resolve()), "ratio": given.ratios[0]}
+        extra = {"home": str(options.home.resolve()), "ratio": options.ratios[0]}
         said = {"kv_connector": "RAGBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         command += ["--kv-transfer-config", json.dumps(said)]
-    log = given.home / f"vllm-{'with' if connected else 'without'}.log"
+    log = options.home / f"vllm-{'with' if connected else 'without'}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *more],
             stdout=out,
             stderr=out,
-            env=SERVERS | environment_of_others(),
+            env=SERVER_ENVIRONMENT | environment_without_openmp(),
             start_new_session=True,
         )
-    end = ["sh", "-c", UNDERTAKER, "sh", str(process.pid)]
-    undertaker = subprocess.Popen(
+    end = ["sh", "-c", END_GROUP, "sh", str(process.pid)]
+    group_killer = subprocess.Popen(
         end, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
     server = VllmServer(f"http://127.0.0.1:{port}", process.pid)
@@ -156,11 +164,11 @@ def served(given: argparse.Namespace, folder: str, connected: bool, more: list[s
         with server.awake() as url:
             while not _is_up(url):
                 if process.poll() is not None:
-                    raise SystemExit(f"vLLM ended: {log}")
+                    raise SystemExit(f"vLLM ended; see {log}")
                 time.sleep(1)
         yield server
     finally:
-        undertaker.communicate()
+        group_killer.communicate()
         process.wait()
 
 
@@ -170,7 +178,7 @@ def _is_up(url: str) -> bool:
     return False
 
 
-def opened_answer(url: str, ids: tuple[int, ...], **more: Any) -> Any:
+def open_answer(url: str, ids: tuple[int, ...], **more: Any) -> Any:
     """The response of the server, to be read in a `with` block."""
     body = {"model": "m", "prompt": list(ids), "temperature": 0, "max_tokens": ANSWER_TOKENS} | more
     request = urllib.request.Request(
@@ -179,19 +187,19 @@ def opened_answer(url: str, ids: tuple[int, ...], **more: Any) -> Any:
     return urllib.request.urlopen(request, timeout=600)
 
 
-def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
+def ask(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
     """The first choice of the answer."""
-    with opened_answer(url, ids, **more) as answer:
+    with open_answer(url, ids, **more) as answer:
         found: dict[str, Any] = json.load(answer)["choices"][0]
     return found
 
 
-def timed(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
+def time_answer(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
     """Milliseconds to the first token, and from each token to the next."""
     first, last = 0.0, 0.0
     with server.awake() as url:
         begun = time.perf_counter()
-        with opened_answer(url, ids, stream=True, ignore_eos=True, **more) as stream:
+        with open_answer(url, ids, stream=True, ignore_eos=True, **more) as stream:
             for line in stream:
                 if line.startswith(b"data: {"):
                     last = time.perf_counter()
@@ -202,26 +210,26 @@ def timed(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float,
 def fused_requests(server: VllmServer) -> float:
     """How many requests the connector has fused so far."""
     with server.awake() as url, urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
-        found = re.findall(r"^vllm:ragblend_requests_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
-    return sum(map(float, found))
+        counts = re.findall(r"^vllm:ragblend_requests_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
+    return sum(map(float, counts))
 
 
-def reordered(
-    given: argparse.Namespace, engine: Any, questions: list[Any]
+def shuffled_prompts(
+    options: argparse.Namespace, engine: Any, questions: list[Any]
 ) -> tuple[str, list[tuple[int, ...]]]:
     """The model's folder, and a prompt for each question with its passages in another order. Closes the engine."""
     chosen = random.Random(0)
     texts = [text for question in questions for text in question.passages]
-    long = [ids for text in texts if len(ids := cut(engine, text, given.tokens)) == given.tokens]
-    if len(long) < 2 * given.passages:
+    long = [ids for text in texts if len(ids := passage_ids(engine, text, options.tokens)) == options.tokens]
+    if len(long) < 2 * options.passages:
         raise SystemExit(
-            f"{given.data}: {len(long)} passages have {given.tokens} tokens, and {2 * given.passages} are needed; "
-            "say fewer --tokens, fewer --passages, or a higher --limit"
+            f"{options.data}: {len(long)} passages have {options.tokens} tokens, and {2 * options.passages} are "
+            "needed; pass fewer --tokens, fewer --passages, or a higher --limit"
         )
-    pool = chosen.sample(long, 2 * given.passages)
-    encoded(engine, pool)
+    pool = chosen.sample(long, 2 * options.passages)
+    store_passages(engine, pool)
     prompts = [
-        prompt_of(engine, chosen.sample(pool, given.passages), question.text).token_ids
+        prompt_of(engine, chosen.sample(pool, options.passages), question.text).token_ids
         for question in questions
     ]
     folder = str(engine.runtime.folder)
@@ -229,24 +237,24 @@ def reordered(
     return folder, prompts
 
 
-def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+def speed(options: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """Passages in new orders: each prompt once to the server without the connector, and once per ratio to the other."""
-    folder, prompts = reordered(given, engine, questions)
-    turn, rows = ["without", *map(str, given.ratios)], list[dict[str, tuple[float, float]]]()
-    with served(given, folder, True, more) as ours, served(given, folder, False, more) as theirs:
+    folder, prompts = shuffled_prompts(options, engine, questions)
+    turn, rows = ["without", *map(str, options.ratios)], list[dict[str, tuple[float, float]]]()
+    with run_server(options, folder, True, more) as ours, run_server(options, folder, False, more) as theirs:
         for number, ids in enumerate(prompts):
             row = {}
             for name in turn[:: 1 if number % 2 else -1]:
                 if name == "without":
-                    row[name] = timed(theirs, ids)
+                    row[name] = time_answer(theirs, ids)
                     continue
                 before = fused_requests(ours)
-                row[name] = timed(ours, ids, kv_transfer_params={"ratio": float(name)})
+                row[name] = time_answer(ours, ids, kv_transfer_params={"ratio": float(name)})
                 if fused_requests(ours) == before:
-                    raise SystemExit(f"a prompt was not fused; {given.home / 'vllm-with.log'} says why")
+                    raise SystemExit(f"a prompt was not fused; {options.home / 'vllm-with.log'} says why")
             rows.append(row)
             print({name: [round(ms) for ms in found] for name, found in row.items()}, file=sys.stderr)
-    rows = rows[WARM_UP:]
+    rows = rows[WARM_UP_PROMPTS:]
     medians = {
         name: {
             "ttft_ms": statistics.median(row[name][0] for row in rows),
@@ -259,80 +267,83 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
     return {"prompts": len(rows), "tokens": len(prompts[0]), "medians": medians}
 
 
-def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Compare endpoint and built-in engine: first-token distributions, greedy answers, F1 against the gold.
+def agree(options: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """Compare endpoint and built-in engine: first-token distributions, greedy answers, F1 against gold answers.
 
-    Questions about figures have all their passages, uncut, and an instruction.
-
-    The built-in engine decodes by the model's own forward: its loop of fewer bits rounds as vLLM does not.
+    Questions about figures have all their passages, uncut, and an instruction. The built-in engine decodes by the
+    model's own forward, because its own loop rounds to fewer bits, which vLLM does not.
     """
     from ragblend.engine.decoding.implementations import TransformersDecode
-    from ragblend.measuring.quality import asked as with_instruction
+    from ragblend.measuring.quality import question_text
 
-    of_figures = given.data is None
-    count, tokens = (None, None) if of_figures else (given.passages, given.tokens)
-    mine, prompts, choice = [], [], engine.runtime.choice
+    of_figures = options.data is None
+    count, tokens = (None, None) if of_figures else (options.passages, options.tokens)
+    built_in, prompts, choice = [], [], engine.runtime.choice
     choice.current, choice.needs_measurement = TransformersDecode(engine.runtime.loaded.model), False
     for question in questions:
-        passages = [cut(engine, text, tokens) for text in question.passages[:count]]
-        encoded(engine, passages)
-        text = with_instruction(question) if of_figures else question.text
+        passages = [passage_ids(engine, text, tokens) for text in question.passages[:count]]
+        store_passages(engine, passages)
+        text = question_text(question) if of_figures else question.text
         prompts.append(prompt_of(engine, passages, text))
         row = {}
-        for name, method in {"full": "full", "probe-shift": ALONE}.items():
-            prefilled = engine.prefill(prompts[-1], method=method, ratio=given.ratios[0])
+        for name, method in {"full": "full", "probe-shift": WITHOUT_SECOND_LOOK}.items():
+            prefilled = engine.prefill(prompts[-1], method=method, ratio=options.ratios[0])
             result = engine.decode(prefilled, max_new_tokens=ANSWER_TOKENS)
             row[name] = prefilled.logits.log_softmax(-1).tolist(), result.text
-        mine.append(row)
+        built_in.append(row)
     folder = str(engine.runtime.folder)
     engine.close()
-    everyone: dict[str, list[Any]] = {
-        f"engine {name}": [(dict(enumerate(row[name][0])), row[name][1]) for row in mine] for name in mine[0]
+    by_engine: dict[str, list[Any]] = {
+        f"engine {name}": [(dict(enumerate(row[name][0])), row[name][1]) for row in built_in]
+        for name in built_in[0]
     }
     found: dict[str, list[Any]] = {"fused": [], "recompute": [], "vllm": []}
     gold = [question.answers for question in questions]
     figures: dict[str, Any] = {}
     said = {"fused": None, "recompute": {"method": "recompute"}, "vllm": {"off": True}}
-    # A prompt is asked twice: where its fused blocks are found again the last, which is not full, is computed.
+    # Each prompt is sent twice. With prefix caching the second would reuse the fused blocks, and compute the last one,
+    # which is not full.
     more = [*more, "--no-enable-prefix-caching"]
-    with served(given, folder, True, more) as server, server.awake() as url:
+    with run_server(options, folder, True, more) as server, server.awake() as url:
         for prompt in prompts:
             for name, params in said.items():
                 how: dict[str, Any] = {"kv_transfer_params": params} if params else {}
                 told = {"max_tokens": 1, "logprobs": -1, "return_tokens_as_token_ids": True}
-                [first] = asked(url, prompt.token_ids, **told, **how)["logprobs"]["top_logprobs"]
+                [first] = ask(url, prompt.token_ids, **told, **how)["logprobs"]["top_logprobs"]
                 by_id = {int(token.split(":")[1]): value for token, value in first.items()}
-                found[name].append((by_id, asked(url, prompt.token_ids, **how)["text"]))
-            figures = agreement(found | everyone, gold, len(found["vllm"]))
+                found[name].append((by_id, ask(url, prompt.token_ids, **how)["text"]))
+            figures = agreement(found | by_engine, gold, len(found["vllm"]))
             print(figures, file=sys.stderr)
-            if given.json:  # written after each question, so that an interrupted run keeps its results
-                given.json.write_text(json.dumps(figures, indent=1))
+            if options.json:  # written after each question, so that an interrupted run keeps its results
+                options.json.write_text(json.dumps(figures, indent=1))
     return figures
 
 
-def salts(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Whether a request learns what another has had encoded, by its time, and by the hits that its report says.
+def salts(options: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """Whether a request reveals what another client has had encoded, by its time or by the hits in its report.
 
-    Each probe asks about a passage, after its victim had that one encoded or, as often, another. Every tenth probe has
-    the victim's salt, which shows what would be seen. AUC 0.5: nothing; 1: always.
+    Each probe asks about a passage; before, its victim had that passage or, as often, another one encoded. Every tenth
+    probe has the victim's salt, to show what there is to see. AUC 0.5: nothing is revealed; 1: always.
     """
     from benchmarks.common import auc
     from benchmarks.filler import Notes
 
     notes, probes = Notes(random.Random(0)), []
-    for number in range(given.limit):
-        probed, other = (cut(engine, notes.passage(SALTED_SENTENCES), given.tokens) for _ in range(2))
+    for number in range(options.limit):
+        probed, other = (
+            passage_ids(engine, notes.passage(SALTED_SENTENCES), options.tokens) for _ in range(2)
+        )
         is_encoded = notes.draw.random() < 0.5
         victims = prompt_of(engine, [probed if is_encoded else other], notes.question())
         prompt = prompt_of(engine, [probed], notes.question())
         probes.append((number % 10 == 0, is_encoded, victims, prompt))
     folder = str(engine.runtime.folder)
     engine.close()
-    found = {has_salt: {True: list[Seen](), False: list[Seen]()} for has_salt in (False, True)}
-    with served(given, folder, True, more) as server, server.awake() as url:
+    found = {has_salt: {True: list[Observation](), False: list[Observation]()} for has_salt in (False, True)}
+    with run_server(options, folder, True, more) as server, server.awake() as url:
         for number, (has_salt, is_encoded, victims, prompt) in enumerate(probes, 1):
-            _seen(url, victims, "victim", encode=True)
-            seen = _seen(url, prompt, "victim" if has_salt else "probe", encode=False)
+            _observe(url, victims, "victim", encode=True)
+            seen = _observe(url, prompt, "victim" if has_salt else "probe", encode=False)
             found[has_salt][is_encoded].append(seen)
             if number % 100 == 0:
                 print(f"{number} of {len(probes)}", file=sys.stderr)
@@ -349,26 +360,26 @@ def salts(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What a client sees of its request."""
 
     seconds: float
     hits: int
 
 
-def _seen(url: str, prompt: Any, salt: str, encode: bool) -> Seen:
+def _observe(url: str, prompt: Any, salt: str, encode: bool) -> Observation:
     params, begun = {"spans": prompt.places, "encode": encode}, time.perf_counter()
     said = {"max_tokens": 2, "cache_salt": salt, "kv_transfer_params": params}
-    with opened_answer(url, prompt.token_ids, **said) as answer:
+    with open_answer(url, prompt.token_ids, **said) as answer:
         told = (json.load(answer).get("kv_transfer_params") or {}).get("ragblend") or {}
-    return Seen(time.perf_counter() - begun, told.get("hits", 0))
+    return Observation(time.perf_counter() - begun, told.get("hits", 0))
 
 
-def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:
-    """Agreement over the first `count` questions. everyone: by name, (log-probabilities of the first token, answer)."""
+def agreement(by_engine: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:
+    """Agreement over the first `count` questions. by_engine: name -> (first token's log-probabilities, answer)."""
     from ragblend.measuring.metrics import f1
 
-    rows = {name: found[:count] for name, found in everyone.items()}
+    rows = {name: found[:count] for name, found in by_engine.items()}
     pairs = [
         ("vllm", "engine full"),
         ("vllm", "recompute"),

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import DOCS, REPO, AnyHome, opened, run
+from benchmarks.common import DOCS, REPO, AnyHome, open_engine, run
 from ragblend.engine.plan import Plan, TokenKind
 from ragblend.engine.selection import METHODS, AfterLayer, ByAttention, Evidence, Policy, by_attention
-from ragblend.measuring.plots import figure_of
-from ragblend.measuring.prefilling import prompt_of, stored
+from ragblend.measuring.plots import new_figure
+from ragblend.measuring.prefilling import prompt_of, temporarily_stored
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
 
-# In so short a prompt 15% would hardly pay for a probe.
+# In so short a prompt, a probe would use up most of 15%.
 RATIO = 0.25
 # Document, and how the paragraph begins.
 PASSAGES = (
@@ -35,8 +35,8 @@ PASSAGES = (
     ("keepers-log-1962.md", "The 15.30 from Thornsay"),
     ("visitor-guide.html", "Most visitors come for Dunlin"),
 )
-# These would look like `full`, `prefix` and `probe-shift`.
-PICTURED = tuple(name for name in METHODS if name not in ("recompute", "exact", "auto"))
+# The methods left out would look like `full`, `prefix` and `probe-shift`.
+PICTURED_METHODS = tuple(name for name in METHODS if name not in ("recompute", "exact", "auto"))
 QUESTION = "Who built the locomotive that took the school choir over to Carrowby at last?"
 
 
@@ -44,36 +44,36 @@ class RowState(IntEnum):
     """How one row was obtained in one layer."""
 
     FRESH = 0  # a literal: computed by every method
-    TWICE = 1  # a literal that was also computed in a probe
+    PROBED = 1  # a literal that was also computed in a probe
     COMPUTED = 2  # a passage's row, recomputed
     EXACT = 3  # stored after exactly these tokens, and reused unchanged
-    MOVED = 4  # stored, and rotated to its position
-    LEFT = 5  # stored, and not rotated
+    ROTATED = 4  # stored, and rotated to its position
+    NOT_ROTATED = 5  # stored, and not rotated
     SHIFTED = 6  # stored, rotated, and corrected by changes of other rows
 
 
-# Legend and colour: names are the app's colours in ui/assets/style.css; the others differ from them, and from each
-# other, in lightness.
-LOOKS = {
+# Text and colour of each state. A name is one of the app's colours in ui/assets/style.css; all colours differ in
+# lightness.
+LEGEND = {
     RowState.FRESH: ("fresh: always computed", "--rb-fresh"),
-    RowState.TWICE: ("fresh, run twice (probe)", "#2f4798"),
+    RowState.PROBED: ("fresh, run twice (probe)", "#2f4798"),
     RowState.COMPUTED: ("passage, computed", "--rb-recomputed"),
     RowState.EXACT: ("stored, exact as it is", "#cfe6e2"),
-    RowState.MOVED: ("stored and moved", "--rb-reused"),
-    RowState.LEFT: ("stored, not moved", "--rb-other"),
+    RowState.ROTATED: ("stored and moved", "--rb-reused"),
+    RowState.NOT_ROTATED: ("stored, not moved", "--rb-other"),
     RowState.SHIFTED: ("stored, moved, shifted", "#7cc4ba"),
 }
 
 
 def main(out: Path = DOCS / "pictures", home: AnyHome = None) -> None:
-    """Draw every method of the table, with a new home if none is given."""
+    """Draw every method; without --home in a new one."""
     out.mkdir(parents=True, exist_ok=True)
     by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short for a probe
-    with opened(home=home) as engine, stored(engine, texts := paragraphs()):
+    with open_engine(home=home) as engine, temporarily_stored(engine, texts := paragraphs()):
         prompt = prompt_of(engine, texts, QUESTION)
-        for name in PICTURED:
+        for name in PICTURED_METHODS:
             path = out / f"{name}.png"
-            # Without the writer's version, so that equal pictures are equal files.
+            # Without matplotlib's version, so that equal pictures are equal files.
             picture(engine, prompt, name).savefig(path, dpi=100, metadata={"Software": None})
             print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
 
@@ -94,17 +94,17 @@ def paragraphs() -> list[str]:
 
 def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":
     """Draw one method."""
-    policy, scores = scored(METHODS[name])
-    policy, seen = watched(policy)
+    policy, scores = recording_scores(METHODS[name])
+    policy, run_record = recording(policy)
     engine.prefill(prompt, method=policy, ratio=RATIO)
-    assert seen.plan is not None
+    assert run_record.plan is not None
     title = name if policy.fixed_ratio is not None else f"{name}, ratio {100 * RATIO:g}%"
-    return draw(title, seen.plan, states(seen, policy), scores[0] if scores else None)
+    return draw(title, run_record.plan, row_states(run_record, policy), scores[0] if scores else None)
 
 
 @dataclass
 class RecordedRun:
-    """What a watched policy did. steps: (first layer, ascending rows that are computed from there on)."""
+    """What a recorded policy did. steps: (first layer, ascending rows that are computed from that layer on)."""
 
     plan: Plan | None = None
     steps: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -122,37 +122,40 @@ class RecordedRun:
         return computed
 
 
-def watched(policy: Policy) -> tuple[Policy, RecordedRun]:
+def recording(policy: Policy) -> tuple[Policy, RecordedRun]:
     """The policy as an instance of a recording subclass, and the record that its run fills in."""
-    seen = RecordedRun()
+    run_record = RecordedRun()
 
     def rows(self: Policy, plan: Plan, *more: Any) -> Tensor:
         found: Tensor = type(policy).rows(self, plan, *more)
-        seen.plan, seen.steps = plan, [(0, found.cpu())]  # a request that lost a chunk begins again
+        run_record.plan, run_record.steps = (
+            plan,
+            [(0, found.cpu())],
+        )  # a request that lost a chunk begins again
         return found
 
     def narrow(self: Policy, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
         kept = type(policy).narrow(self, plan, evidence, next_layer)
-        seen.steps.append((next_layer, kept.cpu()))
+        run_record.steps.append((next_layer, kept.cpu()))
         return kept
 
     def probe_rows(self: Any, plan: Plan, *more: Any) -> Tensor | None:
         found: Tensor | None = type(policy).probe_rows(self, plan, *more)
         if found is not None:
-            seen.probed.append(found.cpu())
+            run_record.probed.append(found.cpu())
         return found
 
-    return overridden(policy, {"rows": rows, "narrow": narrow, "probe_rows": probe_rows}), seen
+    return with_methods(policy, {"rows": rows, "narrow": narrow, "probe_rows": probe_rows}), run_record
 
 
-def overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
+def with_methods(policy: Policy, overrides: dict[str, Any]) -> Policy:
     """The policy with some methods overridden."""
     made: Policy = object.__new__(type(f"Recorded{type(policy).__name__}", (type(policy),), overrides))
     made.__dict__.update(policy.__dict__)  # frozen, so not by assignment
     return made
 
 
-def scored(policy: Policy) -> tuple[Policy, list[Tensor]]:
+def recording_scores(policy: Policy) -> tuple[Policy, list[Tensor]]:
     """The policy, and a list that gets the (T,) scores it selects by when it runs; empty if it has no scores."""
     scores: list[Tensor] = []
 
@@ -167,21 +170,21 @@ def scored(policy: Policy) -> tuple[Policy, list[Tensor]]:
         return type(policy).narrow(self, plan, evidence, next_layer)
 
     attends, blends = isinstance(policy, ByAttention), isinstance(policy, AfterLayer)
-    return overridden(
+    return with_methods(
         policy, {"scores": of_tokens} if attends else {"narrow": narrow} if blends else {}
     ), scores
 
 
-def states(seen: RecordedRun, policy: Policy) -> Tensor:
+def row_states(run_record: RecordedRun, policy: Policy) -> Tensor:
     """(L, T) int64 of `RowState`."""
-    plan, computed = seen.plan, seen.computed()
+    plan, computed = run_record.plan, run_record.computed()
     assert plan is not None
     kept = (
-        RowState.LEFT
+        RowState.NOT_ROTATED
         if not policy.moves_keys
         else RowState.SHIFTED
         if policy.corrects(plan)
-        else RowState.MOVED
+        else RowState.ROTATED
     )
     of_kind = dict.fromkeys(TokenKind, RowState.FRESH) | {
         TokenKind.EXACT: RowState.EXACT,
@@ -190,11 +193,11 @@ def states(seen: RecordedRun, policy: Policy) -> Tensor:
     row = torch.tensor([of_kind[TokenKind(kind)] for kind in plan.kinds.tolist()])
     found = row.repeat(plan.layers, 1)
     found[computed & ~plan.always] = RowState.COMPUTED
-    for rows in seen.probed:
+    for rows in run_record.probed:
         last = policy.attention_layers(plan).stop - 1
-        # Rows before the first one that can change continue from the probe.
+        # Rows before the first one that can change are not computed again after the probe.
         again = rows[(rows >= plan.settled_tokens) & plan.always[rows]]
-        found[: last + 1, again] = RowState.TWICE
+        found[: last + 1, again] = RowState.PROBED
     return found
 
 
@@ -202,7 +205,7 @@ def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figur
     """Draw the grid of states, layer 0 at the bottom, and the scores below it."""
     from matplotlib.patches import Patch
 
-    figure = figure_of(9.0, 2.3 if scores is None else 2.8)
+    figure = new_figure(9.0, 2.3 if scores is None else 2.8)
     heights = [5.0] if scores is None else [5.0, 1.3]
     panels = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     _draw_states(panels[0], plan, found)
@@ -211,7 +214,7 @@ def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figur
     panels[-1].set_xlabel("tokens of the prompt", fontsize=8)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
     shown = [state for state in RowState if bool((found == state).any())]
-    patches = [Patch(color=colour(state), label=LOOKS[state][0]) for state in shown]
+    patches = [Patch(color=colour(state), label=LEGEND[state][0]) for state in shown]
     where: dict[str, Any] = {
         "loc": "outside lower center",
         "ncols": 5,
@@ -246,7 +249,7 @@ def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
 def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> None:
     """Draw a bar for each candidate token, in the colour of its state above layer 0.
 
-    Square roots of scores, because a few tokens have most of a score, and the others would be invisible.
+    Heights are square roots: a few tokens have most of the score, and the rest would be invisible.
     """
     heights = scores.float().masked_fill(~plan.candidates, 0).sqrt()
     colours = [colour(RowState(state)) for state in found[1:].amin(0).tolist()]
@@ -259,11 +262,11 @@ def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> Non
 
 def colour(state: RowState) -> str:
     """A state's colour; the app's colours are read from its style sheet."""
-    name = LOOKS[state][1]
+    name = LEGEND[state][1]
     if not name.startswith("--"):
         return name
     style = (REPO / "ui" / "assets" / "style.css").read_text(encoding="utf-8")
-    return style.partition(f"{name}: ")[2][:7]  # the first is that of the light page
+    return style.partition(f"{name}: ")[2][:7]  # the first definition is that of the light theme
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.common import read_json, run
-from ragblend.measuring.plots import figure_of
+from ragblend.measuring.plots import new_figure
 from ragblend.measuring.variants import label
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def panels(tasks: list[Row]) -> dict[str, Cells]:
 
 
 def draw(title: str, found: dict[str, Cells]) -> "Figure":
-    """A panel per method: lengths from left to right, depths from the top down."""
+    """Draw a panel per method: lengths from left to right, depths from top to bottom."""
     lengths = sorted({tokens for cells in found.values() for tokens, _ in cells})
     depths = sorted({depth for cells in found.values() for _, depth in cells})
     columns = min(len(found), 4)
     lines = -(-len(found) // columns)
-    figure = figure_of(2.6 * columns, 0.6 + 2.3 * lines)
+    figure = new_figure(2.6 * columns, 0.6 + 2.3 * lines)
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for axis in axes[len(found) :]:
         axis.set_visible(False)

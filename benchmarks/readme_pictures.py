@@ -2,8 +2,8 @@
 
     python -m benchmarks.readme_pictures             # into docs/pictures/: demo.svg and page.png
 
-Both are real: the command runs as a process, the page in the system's Chromium. The home is a new one, unless --home
-names one whose model is already converted.
+Both are real: the command runs as a process, the page in the system's Chromium. Without --home the home is a new one;
+with a home whose model is already converted it is faster.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.common import DOCS, AnyHome, run, serving
+from benchmarks.common import DOCS, AnyHome, run, run_server
 
 PICTURES = DOCS / "pictures"
 COLUMNS = 100
@@ -40,8 +40,8 @@ def demo_picture(home: Path) -> None:
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     console.print(Text("$ make demo", style="bold green"), end="\n\n")
     for line in shown.splitlines():
-        loud = line.startswith(("Full prefill", "Fused", "The fused one", "Question"))
-        console.print(Text(line, style="bold" if loud else ""), soft_wrap=False)
+        is_bold = line.startswith(("Full prefill", "Fused", "The fused one", "Question"))
+        console.print(Text(line, style="bold" if is_bold else ""), soft_wrap=False)
     # rich links a font from another host, which our pages must not load.
     drawn = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="ragblend demo"), flags=re.DOTALL)
     (PICTURES / "demo.svg").write_text(drawn.replace("Fira Code, monospace", "monospace"), encoding="utf-8")
@@ -52,7 +52,7 @@ def page_picture(home: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
-    with serving("ui", "--no-browser", "--home", home) as (_, ready), sync_playwright() as playwright:
+    with run_server("ui", "--no-browser", "--home", home) as (_, ready), sync_playwright() as playwright:
         window = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         page = window.new_page(viewport={"width": 1280, "height": 800})
         page.set_default_timeout(WAIT_MS)

@@ -1,4 +1,4 @@
-"""docs/results.md and the README's table, from recorded runs of the benches.
+"""Renders docs/results.md, docs/programs.md and the README's table from recorded runs of the benches.
 
     python -m benchmarks.results                                       # render again
     python -m benchmarks.results --add bench-results --title "..." --command "ragblend bench quality ..."
@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import DOCS, FIGURES, REPO, between_marks, dumped, markdown, read_json, run
+from benchmarks.common import DATA, DOCS, REPO, markdown_table, read_json, replace_marked, run, to_json
 
-RECORDED, PROGRAMS = FIGURES / "recorded.json", FIGURES / "programs.json"
+RECORDED, PROGRAMS = DATA / "recorded.json", DATA / "programs.json"
 RESULTS, README, FRAMEWORKS = DOCS / "results.md", REPO / "README.md", DOCS / "programs.md"
 Run = dict[str, Any]
 Row = Mapping[str, Any]
@@ -48,14 +48,16 @@ questions.
 README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.25)
 README_METHODS = ("full", "reuse", "cacheblend", "epic", "probe-shift")
-KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
-# Recorded in recorded.json, and not shown: beside a divergence, and where figures were counted.
-UNSEEN_WITH_KL = {"ttft_ms"}
-UNSEEN_WITH_FIGURES = {"kl_ci", "exact_match"}
-OF_FIGURES = {"figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "read_again"}
-FEWEST_FIGURES = 10  # answers with figures; fewer say nothing about them
-USUAL = ", 2 cores, bfloat16, torch 2.13.0+cpu"  # as the introduction says
-TIMES = "Time to first token"  # titles of runs that share a table
+BENCHES = ("quality", "ttft", "peers")  # as in commands and in names of files
+# Columns that are recorded and not shown in tables with a divergence, and in tables with counted figures.
+HIDDEN_WITH_KL = {"ttft_ms"}
+HIDDEN_WITH_FIGURES = {"kl_ci", "exact_match"}
+FIGURE_COLUMNS = {"figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "read_again"}
+FEWEST_FIGURES = 10  # answers with figures; the columns about figures of fewer are not recorded
+USUAL_MACHINE = (
+    ", 2 cores, bfloat16, torch 2.13.0+cpu"  # the introduction says it, so sections do not repeat it
+)
+TTFT_TITLE = "Time to first token"  # runs whose titles begin so share a table
 README_COLUMNS = ("method", "figures_kept", "figures_other", "figure_kl", "speedup")
 
 
@@ -67,11 +69,11 @@ def times(value: float) -> str:
     return "1" if value == 1 else f"{value:.0f} times" if value >= 10 else f"{value:.1f} times"
 
 
-def three(value: float) -> str:
+def three_digits(value: float) -> str:
     return f"{value:.3f}"
 
 
-# field of a row: heading, and how a value is written; in the order of the columns
+# Field of a row -> its heading, and a function that formats its value; in the order of the columns.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "case": ("", str),
     "method": ("method", lambda name: f"`{name}`"),
@@ -83,8 +85,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "figures_kept_ci": ("95%", lambda ends: f"{percent(ends[0])} to {percent(ends[1])}"),
     "figures_other": ("wrong passage", percent),
     "read_again": ("read again", percent),
-    "figure_kl": ("KL at figures", three),
-    "kl": ("KL", three),
+    "figure_kl": ("KL at figures", three_digits),
+    "kl": ("KL", three_digits),
     "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),
     "left": ("`probe-shift` leaves", str),
     "exact_match": ("identical", percent),
@@ -100,10 +102,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def table(rows: Iterable[Row], columns: Iterable[str] = tuple(COLUMNS)) -> str:
-    """In Markdown, the columns of which any row has a value."""
+    """A Markdown table of the columns for which any row has a value."""
     kept = list(rows)
     shown = [name for name in columns if any(row.get(name) is not None for row in kept)]
-    return markdown(
+    return markdown_table(
         [COLUMNS[name][0] for name in shown], [[_cell(row, name) for name in shown] for row in kept]
     )
 
@@ -122,10 +124,10 @@ def section(run: Run) -> str:
     names = {name for row in run["rows"] for name in row}
     rows, unseen = run["rows"], set[str]()
     if "kl" in names:
-        rows = [row for row in rows if row.get("method") != "full"]  # the measure of the others
-        unseen |= UNSEEN_WITH_KL
+        rows = [row for row in rows if row.get("method") != "full"]  # the reference diverges by 0
+        unseen |= HIDDEN_WITH_KL
     if "figures_kept" in names:
-        unseen |= UNSEEN_WITH_FIGURES
+        unseen |= HIDDEN_WITH_FIGURES
     return _titled(run["title"], run, table(rows, [name for name in COLUMNS if name not in unseen]))
 
 
@@ -142,20 +144,20 @@ def side_by_side(runs: list[Run]) -> str:
         (f"`{method}`", percent(ratio) if ratio else "", *(found.get(model, "") for model in models))
         for (method, ratio), found in cells.items()
     ]
-    return _titled(title, runs[0], markdown(("method", "ratio", *models), rows))
+    return _titled(title, runs[0], markdown_table(("method", "ratio", *models), rows))
 
 
 def _titled(title: str, run: Run, shown: str) -> str:
-    told = not run.get("n") or run["says"].startswith(f"Full prefill had {run['n']} of")
-    count = "" if told else f"{run['n']} questions. "
-    about = f"{count}{run['machine'].removesuffix(USUAL)}. {run['says']}"
+    omits_count = not run.get("n") or run["says"].startswith(f"Full prefill had {run['n']} of")
+    count = "" if omits_count else f"{run['n']} questions. "
+    about = f"{count}{run['machine'].removesuffix(USUAL_MACHINE)}. {run['says']}"
     command = re.sub(r"(--methods) \S{150,}", r"\1 METHODS", run["command"])
     return f"## {title}\n\n`{command}`\n\n{about}\n\n{shown}"
 
 
 def _family(run: Run) -> str:
-    """What runs that share a table have in common: the title without the model."""
-    return run["title"].partition(", ")[0] if run["title"].startswith(TIMES) else run["title"]
+    """The title under which a run is shown; for runs that share a table, their titles without the model."""
+    return run["title"].partition(", ")[0] if run["title"].startswith(TTFT_TITLE) else run["title"]
 
 
 def results_page(runs: list[Run]) -> str:
@@ -163,8 +165,8 @@ def results_page(runs: list[Run]) -> str:
     for each in runs:
         families.setdefault(_family(each), []).append(each)
     shown = [
-        side_by_side(alike) if name.startswith(TIMES) else section(alike[0])
-        for name, alike in families.items()
+        side_by_side(family) if name.startswith(TTFT_TITLE) else section(family[0])
+        for name, family in families.items()
     ]
     return "\n".join([INTRODUCTION, *shown])
 
@@ -176,47 +178,47 @@ def readme_table(runs: list[Run]) -> str:
     return table(shown, README_COLUMNS)
 
 
-def with_table(readme: str, runs: list[Run]) -> str:
-    """The README with its table as it is recorded. Raises ValueError where the marks are missing."""
-    return between_marks(readme, lambda: readme_table(runs))
+def render_readme(readme: str, runs: list[Run]) -> str:
+    """The README with its recorded table. Raises ValueError if the marks are missing."""
+    return replace_marked(readme, lambda: readme_table(runs))
 
 
-def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
-    """docs/programs.md with a table of each framework's programs. Raises ValueError where the marks are missing."""
+def render_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
+    """docs/programs.md with a table of each framework's programs. Raises ValueError if the marks are missing."""
     for framework, rows in recorded.items():
         begin, end = f"<!-- programs of {framework} -->\n", "<!-- end of programs -->"
         before, _, after = text.partition(begin)
         if end not in after:
             raise ValueError(f"{FRAMEWORKS.name} must hold `{begin.strip()}` and, behind it, `{end}`")
-        kept = [_of_program(row) for row in rows]
+        kept = [_program_cells(row) for row in rows]
         first = [row["first_cpu"] for row in rows if "first_cpu" in row]
-        shown = markdown(list(kept[0]), [list(row.values()) for row in kept])
+        shown = markdown_table(list(kept[0]), [list(row.values()) for row in kept])
         shown += f"\n*First question*: {min(first):.2f} to {max(first):.2f}.\n"
         text = before + begin + shown + after[after.index(end) :]
     return text
 
 
-def _of_program(row: Row) -> dict[str, str]:
-    """Its cells, by their headings."""
+def _program_cells(row: Row) -> dict[str, str]:
+    """A program's cells, by their headings."""
     return {
         "program": row["program"],
         "of what was retrieved": percent(row["found"] / row["retrieved"]),
     }
 
 
-def taken(folder: Path, title: str, command: str, says: str) -> Run:
-    """What the bench that the command names left in its output folder. Raises ValueError, FileNotFoundError."""
-    kinds = [kind for kind in KINDS if kind in command]
+def read_run(folder: Path, title: str, command: str, says: str) -> Run:
+    """The run that the command's bench has saved in its output folder. Raises ValueError, FileNotFoundError."""
+    kinds = [kind for kind in BENCHES if kind in command]
     if len(kinds) != 1:
-        raise ValueError(f"the command must name one of {', '.join(KINDS)}, and it is: {command}")
+        raise ValueError(f"the command must name one of {', '.join(BENCHES)}, and it is: {command}")
     path = folder / f"{kinds[0]}.json"
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no {path.name}: is it that bench's --output?")
     return _run(read_json(path), title, command, says)
 
 
-def added(runs: list[Run], run: Run) -> list[Run]:
-    """With the run in the place of the one of its title, or behind all."""
+def with_run(runs: list[Run], run: Run) -> list[Run]:
+    """The runs with this one, which replaces the run of the same title or is added at the end."""
     places = [place for place, each in enumerate(runs) if each["title"] == run["title"]]
     at = places[0] if places else len(runs)
     return [*runs[:at], run, *runs[at + 1 :]]
@@ -229,7 +231,8 @@ def _run(report: Run, title: str, command: str, says: str) -> Run:
         {
             name: _rounded(row[name])
             for name in COLUMNS
-            if row.get(name) is not None and not (name in OF_FIGURES and row["figures_n"] < FEWEST_FIGURES)
+            if row.get(name) is not None
+            and not (name in FIGURE_COLUMNS and row["figures_n"] < FEWEST_FIGURES)
         }
         for row in report["rows"]
     ]
@@ -257,18 +260,18 @@ def main(
     if add is not None:
         if not title or not command:
             raise typer.BadParameter("--add needs --title and --command")
-        runs = added(runs, taken(add, title, command, says))
-    page, readme = results_page(runs), with_table(README.read_text(encoding="utf-8"), runs)
-    if add is not None:  # once all can be rendered
-        RECORDED.write_text(dumped(runs, 3), encoding="utf-8")
+        runs = with_run(runs, read_run(add, title, command, says))
+    page, readme = results_page(runs), render_readme(README.read_text(encoding="utf-8"), runs)
+    if add is not None:  # only if everything can be rendered
+        RECORDED.write_text(to_json(runs, 3), encoding="utf-8")
     RESULTS.write_text(page, encoding="utf-8")
-    show_programs(read_json(PROGRAMS))
+    write_programs(read_json(PROGRAMS))
     README.write_text(readme, encoding="utf-8")
 
 
-def show_programs(recorded: Mapping[str, Iterable[Row]]) -> None:
-    """Write them into docs/programs.md."""
-    FRAMEWORKS.write_text(with_programs(FRAMEWORKS.read_text(encoding="utf-8"), recorded), encoding="utf-8")
+def write_programs(recorded: Mapping[str, Iterable[Row]]) -> None:
+    """Write the recorded programs into docs/programs.md."""
+    FRAMEWORKS.write_text(render_programs(FRAMEWORKS.read_text(encoding="utf-8"), recorded), encoding="utf-8")
 
 
 if __name__ == "__main__":

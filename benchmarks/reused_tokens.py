@@ -47,25 +47,25 @@ class Served:
 
 
 @contextmanager
-def watched() -> Iterator[list[Result | Stream]]:
+def record_answers() -> Iterator[list[Result | Stream]]:
     """Record all answers of all engines within the block, in the order in which they begin."""
-    seen: list[Result | Stream] = []
-    kept = {name: getattr(Engine, name) for name in ("generate", "stream")}
+    answers: list[Result | Stream] = []
+    originals = {name: getattr(Engine, name) for name in ("generate", "stream")}
 
     def watching(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(answer := method(*args, **kwargs))
+            answers.append(answer := method(*args, **kwargs))
             return answer
 
         return call
 
-    for name, method in kept.items():
+    for name, method in originals.items():
         setattr(Engine, name, watching(method))
     try:
-        yield seen
+        yield answers
     finally:
-        for name, method in kept.items():
+        for name, method in originals.items():
             setattr(Engine, name, method)
 
 
@@ -73,22 +73,29 @@ def results_of(answers: Iterable[Result | Stream]) -> list[Result]:
     return [answer.result if isinstance(answer, Stream) else answer for answer in answers]
 
 
-def served(engine: Engine, results: Iterable[Result], retrieved: Iterable[str]) -> Served:
-    """Count how the retrieved texts in these prompts were served; by the texts, not by what the engine recognised."""
+def count_served(engine: Engine, results: Iterable[Result], retrieved: Iterable[str]) -> Served:
+    """Count how the retrieved texts in these prompts were served; they are searched as text in the whole prompt."""
     lines = {line.strip() for text in retrieved for line in text.splitlines() if len(line.strip()) >= MINIMUM}
-    all_of, inside, there = Counter[str](), Counter[str](), set[str]()
+    everywhere, inside, present = Counter[str](), Counter[str](), set[str]()
     for result in results:
         words = [engine.tokenizer.decode([token]) for token in result.prompt.token_ids]
-        held = list(_places("".join(words), lines))
-        there |= {line for line, _ in held}
-        all_of.update(result.report.served)
-        inside.update(_letters_at(words, result.report.served, [at for _, at in held]))
-    lost = sum(engine.count_tokens(line) for line in lines - there)
+        places = list(_places("".join(words), lines))
+        present |= {line for line, _ in places}
+        everywhere.update(result.report.served)
+        inside.update(_letters_at(words, result.report.served, [at for _, at in places]))
+    absent_tokens = sum(engine.count_tokens(line) for line in lines - present)
     found = inside["r"] + inside["c"]
-    return Served(all_of["r"], all_of["c"], all_of["f"] + all_of["m"], inside.total() + lost, found)
+    return Served(
+        reused=everywhere["r"],
+        recomputed=everywhere["c"],
+        fresh=everywhere["f"] + everywhere["m"],
+        retrieved=inside.total() + absent_tokens,
+        found=found,
+    )
 
 
 def _places(text: str, lines: Iterable[str]) -> Iterator[tuple[str, slice]]:
+    """Each line that the text contains, once for every place."""
     for line in lines:
         at = text.find(line)
         while at >= 0:

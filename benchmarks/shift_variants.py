@@ -6,7 +6,7 @@ Takes the options of `ragblend bench quality`, and `--fresh` after a change here
 
     keys, values    what the shift of each is multiplied by
     first, last     the share of the layers from and up to which anything is shifted
-    spared          rows that are not shifted: `figures`, or `looked-at` (the question looks at them)
+    spared          rows that are not shifted: `figures`, or `looked-at` (those that the question attends to most)
     scope           where a row's shift comes from: `all` recomputed rows, those of its own `passage`, or the `mean`
                     change of its own passage, as AgentKVShift has it (arXiv 2607.21604)
     figure_gain     as in `probe-shift`
@@ -70,24 +70,26 @@ class ShiftVariant(ByAttention):
         if self.spared == "looked-at" and self._scores:
             seen = self._scores[0].masked_fill(~plan.candidates, -torch.inf)
             shifted[seen.topk(round(LOOKED_AT * plan.stored_tokens)).indices] = 0
-        found = KernelShift().deltas(change) if self.scope == "all" else self._of_passages(change)
+        found = KernelShift().deltas(change) if self.scope == "all" else self._passage_deltas(change)
         for delta in found:
-            some = shifted[delta.start : delta.start + delta.keys.shape[1]][None, :, None]
-            yield Delta(delta.start, self.keys * some * delta.keys, self.values * some * delta.values)
+            factors = shifted[delta.start : delta.start + delta.keys.shape[1]][None, :, None]
+            yield Delta(delta.start, self.keys * factors * delta.keys, self.values * factors * delta.values)
 
-    def _of_passages(self, change: LayerChange) -> Iterable[Delta]:
+    def _passage_deltas(self, change: LayerChange) -> Iterable[Delta]:
         run, heads = change.context, change.keys.shape
         observed = torch.cat([each.transpose(0, 1).flatten(1) for each in (change.keys, change.values)], 1)
         for begin, end in run.chunks:
-            mine = (run.computed >= begin) & (run.computed < end)
-            if int(mine.sum()) < 2:
+            own = (run.computed >= begin) & (run.computed < end)
+            if int(own.sum()) < 2:
                 continue
-            added = self._added(change, observed[mine], run.computed[mine], slice(begin, end)).to(run.dtype)
+            added = self._correction(change, observed[own], run.computed[own], slice(begin, end)).to(
+                run.dtype
+            )
             keys, values = added[:, : heads[0] * heads[2]], added[:, heads[0] * heads[2] :]
             by_head = [each.unflatten(1, (heads[0], -1)).transpose(0, 1) for each in (keys, values)]
             yield Delta(begin, *by_head)
 
-    def _added(self, change: LayerChange, observed: Tensor, computed: Tensor, chunk: slice) -> Tensor:
+    def _correction(self, change: LayerChange, observed: Tensor, computed: Tensor, chunk: slice) -> Tensor:
         """(n, F): the correction of one chunk's rows from the observed changes (C, F) of its computed rows."""
         count = len(observed)
         trust = STRENGTH * count / (count + SHRINK_SIZES * change.keys.shape[-1])
@@ -96,16 +98,16 @@ class ShiftVariant(ByAttention):
         known = change.stored(computed)
         scale = RowScale.of(*known)
         fitted, every = scale.compared(*known).float(), scale.compared(*change.stored(chunk)).float()
-        system = _similar(fitted, fitted, computed, computed)
+        system = _similarity(fitted, fitted, computed, computed)
         system.diagonal().add_(NOISE)
-        near = _similar(
+        near = _similarity(
             every, fitted, torch.arange(chunk.start, chunk.stop, device=computed.device), computed
         )
         return near @ torch.linalg.solve(system, trust * observed)
 
 
-def _similar(rows: Tensor, others: Tensor, at: Tensor, others_at: Tensor) -> Tensor:
-    size = rows.shape[1] - 4  # the last four are squared lengths
+def _similarity(rows: Tensor, others: Tensor, at: Tensor, others_at: Tensor) -> Tensor:
+    size = rows.shape[1] - 4  # the last four columns are squared lengths
     apart = torch.cdist(rows[:, :size], others[:, :size])
     gain = 1 + NEAR_GAIN * (-(at[:, None] - others_at).abs() / NEAR_TOKENS).exp()
     return gain / (1 + apart.square()).sqrt()

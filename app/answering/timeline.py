@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ragblend.app.extras import check_installed
 from ragblend.engine.trace import Trace, TraceEvent
 from ragblend.kvstore.errors import RagBlendError, UsageError
-from ragblend.measuring.plots import figure_of
+from ragblend.measuring.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +86,7 @@ def _chrome_event(event: TraceEvent, numbers: dict[str, int]) -> dict[str, Any]:
 def draw_timeline(trace: Trace, title: str, path: Path) -> None:
     """Draw a bar per thread or stream with a block per event; layers are numbered where there is room."""
     tracks = trace.tracks
-    figure = figure_of(12.0, 1.6 + 0.55 * len(tracks))
+    figure = new_figure(12.0, 1.6 + 0.55 * len(tracks))
     axes = figure.subplots()
     for number, track in enumerate(tracks):
         _draw_track(axes, trace, track, number)

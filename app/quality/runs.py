@@ -21,11 +21,11 @@ from ragblend.measuring.report import write_report
 from ragblend.measuring.summary import by_task, comparison_matrix, fastest_within, summarise
 from ragblend.measuring.variants import (
     Variant,
+    expand_all,
     parse_choices,
     parse_counts,
     parse_pairs,
     parse_variants,
-    with_all,
 )
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _variants(source: sources.QuestionSource, request: "QualityRequest") -> tupl
     """All variants to measure; questions about figures need full prefill among them. Raises UsageError."""
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
 
-    names = with_all(request.methods, METHODS)
+    names = expand_all(request.methods, METHODS)
     methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
     if source.figures and Variant("full") not in methods:
         methods = (Variant("full"), *methods)

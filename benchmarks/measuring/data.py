@@ -14,7 +14,7 @@ from typing import Any
 
 from ragblend.kvstore.errors import UsageError
 
-READING = "Reading the questions: "
+MESSAGE_PREFIX = "Reading the questions: "
 
 
 class UnusableError(UsageError):
@@ -40,7 +40,7 @@ class Question:
 
     @property
     def place(self) -> str:
-        """Its name in messages: file and record, or its number."""
+        """The question's name in messages: file and record, or its number."""
         return self.where or f"question {self.index}"
 
     @property
@@ -78,14 +78,14 @@ def load(path: Path, skip: bool = False) -> Loaded:
     for number, entry in enumerate(_read_list(path)):
         place = f"{path}, question {number}"
         try:
-            question = entry_question(entry, len(questions), f"{READING}{place}")
+            question = entry_question(entry, len(questions), f"{MESSAGE_PREFIX}{place}")
             questions.append(replace(question, where=place))
         except UnusableError as error:
             if not skip:
                 raise UnusableError(f"{error}, or pass --skip to leave it out") from error
             skipped.append(Skipped(place, str(error)))
     if not questions:
-        raise UsageError(f"{READING}{path} has no question that can be measured")
+        raise UsageError(f"{MESSAGE_PREFIX}{path} has no question that can be measured")
     return Loaded(questions, tuple(skipped))
 
 
@@ -94,8 +94,8 @@ def choose(
 ) -> list[Question]:
     """Select questions and passages.
 
-    limit: how many questions (None: all); seed: shuffle them first (None: the file's order); passages: the first so
-    many of each question (None: all). Raises UsageError.
+    limit: how many questions (None: all); seed: shuffle them first (None: the file's order); passages: how many of each
+    question's passages, from the first on (None: all). Raises UsageError.
     """
     for option, value in (("--limit", limit), ("--passages", passages)):
         if value is not None and value < 1:
@@ -123,22 +123,28 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise UsageError(f"{READING}there is no file {path}; give an existing one to --data") from error
+        raise UsageError(
+            f"{MESSAGE_PREFIX}there is no file {path}; give an existing one to --data"
+        ) from error
     except OSError as error:
-        raise UsageError(f"{READING}{path} cannot be read ({error.strerror})") from error
+        raise UsageError(f"{MESSAGE_PREFIX}{path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{READING}{path} is not UTF-8 text (byte {error.start})") from error
+        raise UsageError(f"{MESSAGE_PREFIX}{path} is not UTF-8 text (byte {error.start})") from error
 
 
 def _read_list(path: Path) -> list[Any]:
     try:
         entries = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{READING}{path} is not JSON ({error}); expected one list of questions") from error
+        raise UsageError(
+            f"{MESSAGE_PREFIX}{path} is not JSON ({error}); expected one list of questions"
+        ) from error
     if not isinstance(entries, list):
-        raise UsageError(f"{READING}{path} holds a JSON {kind_name(entries)}; expected a list of questions")
+        raise UsageError(
+            f"{MESSAGE_PREFIX}{path} holds a JSON {kind_name(entries)}; expected a list of questions"
+        )
     if not entries:
-        raise UsageError(f"{READING}{path} is an empty list; there is nothing to measure")
+        raise UsageError(f"{MESSAGE_PREFIX}{path} is an empty list; there is nothing to measure")
     return entries
 
 
@@ -148,7 +154,7 @@ def entry_question(entry: Any, index: int, where: str) -> Question:
     text = field_of(entry, "question", str, where).strip()
     answers = field_of(entry, "answers", list, where)
     if not text:
-        raise UnusableError(f"{where}: 'question' is empty; write what is asked")
+        raise UnusableError(f"{where}: 'question' is empty; write a question")
     if not answers or not all(isinstance(answer, str) for answer in answers):
         kinds = ", ".join(dict.fromkeys(kind_name(answer) for answer in answers)) or "nothing"
         raise UsageError(f"{where}: 'answers' must be a list of one or more strings; found {kinds} in it")
@@ -177,8 +183,8 @@ def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: found a JSON {kind_name(entry)}; expected an object with '{name}'")
     if name not in entry:
-        there = ", ".join(map(str, entry)) or "no fields"
-        raise UsageError(f"{where}: the field '{name}' is missing; found {there}; add '{name}', {expected}")
+        names = ", ".join(map(str, entry)) or "no fields"
+        raise UsageError(f"{where}: the field '{name}' is missing; found {names}; add '{name}', {expected}")
     if not isinstance(entry[name], kind):
         found = kind_name(entry[name])
         raise UsageError(f"{where}: the field '{name}' is a JSON {found}; expected {expected}")

@@ -1,4 +1,4 @@
-"""`--docs`: generate questions from the user's own passages by template, with answers from the text.
+"""Makes questions from the user's own passages by templates, with answers from the text (`--docs`).
 
 A *cloze* blanks a number, a name or a rare word out of one sentence. A *two-hop* question takes two sentences from
 different passages that share a name, blanks the name in both, and asks for something else that is blanked in the
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from ragblend.kvstore.errors import UsageError
 from ragblend.measuring.data import Question
 
-QUESTIONS = 60  # fewer settle nothing
+QUESTIONS = 60  # fewer are too few to tell methods apart
 PASSAGES = 6
 SHORTEST_WORDS, LONGEST_WORDS = 8, 45
 LEAST_LEFT_WORDS = 6  # words of a sentence beside the answer
-MAX_OCCURRENCES = 2  # of an answer in all sentences
+MAX_OCCURRENCES = 2  # sentences that may contain the answer
 SHORTEST_NAME = 4  # letters
-BLANK, ASKED = "____", "[...]"
+NAME_GAP, ANSWER_GAP = "____", "[...]"
 INSTRUCTION = "\nAnswer with the missing words alone."
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(]?[A-ZÀ-ÞА-Я0-9])|\n\s*\n")
 # A number of two digits or more; a capitalised name, of one word or several, that does not begin the sentence.
@@ -55,7 +55,7 @@ def make_questions(
         raise UsageError(f"--docs: {few}; `ragblend ingest` more documents first")
     draw = random.Random(f"docs {seed}")
     sentences = _sentences(texts)
-    made = _mixed(_two_hops(sentences, draw), _clozes(sentences, draw), count or QUESTIONS)
+    made = _interleave(_two_hops(sentences, draw), _clozes(sentences, draw), count or QUESTIONS)
     if not made:
         raise UsageError(
             f"--docs: in {len(texts)} passages there is no sentence of {SHORTEST_WORDS} to {LONGEST_WORDS} words with "
@@ -66,7 +66,10 @@ def make_questions(
         Question(
             index,
             text,
-            tuple(texts[place] for place in _chosen(needed, owners, passages or PASSAGES, f"{seed} {text}")),
+            tuple(
+                texts[place]
+                for place in _choose_passages(needed, owners, passages or PASSAGES, f"{seed} {text}")
+            ),
             (answer,),
             INSTRUCTION,
             (answer,),
@@ -77,7 +80,7 @@ def make_questions(
     ]
 
 
-Made = tuple[str, str, str, tuple[int, ...]]  # task, question, answer, indices of the passages that it needs
+Draft = tuple[str, str, str, tuple[int, ...]]  # task, question, answer, indices of the passages that it needs
 
 
 def _sentences(texts: Sequence[str]) -> list[Sentence]:
@@ -101,21 +104,25 @@ def _sentence(place: int, text: str, phrases: Counter[str], ordinary: set[str]) 
     ]
     likely = [each for each in (*_NUMBER.findall(text), *names) if phrases[each] <= MAX_OCCURRENCES]
     rare = [word for word in _RARE.findall(text) if phrases[word] == 1 and word.islower()]
-    fit = (each for each in likely or rare[:1] if len(_blanked(text, each, "").split()) >= LEAST_LEFT_WORDS)
+    fit = (
+        each
+        for each in likely or rare[:1]
+        if len(_replace_phrase(text, each, "").split()) >= LEAST_LEFT_WORDS
+    )
     return Sentence(place, text, tuple(names), tuple(dict.fromkeys(fit)))
 
 
-def _clozes(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Made]:
-    """One per sentence, alternating between passages, so that no document dominates."""
-    for sentence in _alternating(sentences, draw):
+def _clozes(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Draft]:
+    """Yield one cloze per sentence, alternating between passages, so that no document dominates."""
+    for sentence in _round_robin(sentences, draw):
         if sentence.targets:
             answer = sentence.targets[0] if len(sentence.targets) == 1 else draw.choice(sentence.targets)
-            asked = _blanked(sentence.text, answer, ASKED)
-            text = f'What is missing at {ASKED} in this sentence of the text?\n"{asked}"'
+            asked = _replace_phrase(sentence.text, answer, ANSWER_GAP)
+            text = f'What is missing at {ANSWER_GAP} in this sentence of the text?\n"{asked}"'
             yield "docs cloze", text, answer, (sentence.passage,)
 
 
-def _two_hops(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Made]:
+def _two_hops(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Draft]:
     by_name: dict[str, list[Sentence]] = defaultdict(list)
     for sentence in sentences:
         for name in sentence.names:
@@ -128,7 +135,7 @@ def _two_hops(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Ma
             yield made
 
 
-def _two_hop(name: str, found: Sequence[Sentence], draw: random.Random) -> Made | None:
+def _two_hop(name: str, found: Sequence[Sentence], draw: random.Random) -> Draft | None:
     pairs = [
         (first, second, target)
         for first in found
@@ -140,19 +147,17 @@ def _two_hop(name: str, found: Sequence[Sentence], draw: random.Random) -> Made 
     if not pairs:
         return None
     first, second, answer = draw.choice(pairs)
-    told = _blanked(first.text, name, BLANK)
-    asked = _blanked(_blanked(second.text, answer, ASKED), name, BLANK)
-    text = (
-        f'The same name is left out at {BLANK} in both of these sentences of the text.\n"{told}"\n"{asked}"\n'
-    )
-    return "docs two-hop", f"{text}What is missing at {ASKED}?", answer, (first.passage, second.passage)
+    hint = _replace_phrase(first.text, name, NAME_GAP)
+    asked = _replace_phrase(_replace_phrase(second.text, answer, ANSWER_GAP), name, NAME_GAP)
+    text = f'The same name is left out at {NAME_GAP} in both of these sentences of the text.\n"{hint}"\n"{asked}"\n'
+    return "docs two-hop", f"{text}What is missing at {ANSWER_GAP}?", answer, (first.passage, second.passage)
 
 
-def _blanked(text: str, phrase: str, mark: str) -> str:
+def _replace_phrase(text: str, phrase: str, mark: str) -> str:
     return re.sub(rf"(?<!\w){re.escape(phrase)}(?!\w)", lambda _: mark, text)
 
 
-def _alternating(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Sentence]:
+def _round_robin(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Sentence]:
     by_passage: dict[int, list[Sentence]] = defaultdict(list)
     for sentence in sentences:
         by_passage[sentence.passage].append(sentence)
@@ -164,9 +169,9 @@ def _alternating(sentences: Sequence[Sentence], draw: random.Random) -> Iterator
         yield from (queue[turn] for queue in queues if turn < len(queue))
 
 
-def _mixed(first: Iterator[Made], second: Iterator[Made], count: int) -> list[Made]:
+def _interleave(first: Iterator[Draft], second: Iterator[Draft], count: int) -> list[Draft]:
     """Alternate between both until there are `count` or both have ended; no question twice."""
-    made: dict[str, Made] = {}
+    made: dict[str, Draft] = {}
     sources = [first, second]
     while sources and len(made) < count:
         for source in list(sources):
@@ -178,8 +183,8 @@ def _mixed(first: Iterator[Made], second: Iterator[Made], count: int) -> list[Ma
     return list(made.values())
 
 
-def _chosen(needed: tuple[int, ...], owners: Sequence[int], passages: int, seed: str) -> list[int]:
-    """The needed passages and others, preferably of the same documents, shuffled."""
+def _choose_passages(needed: tuple[int, ...], owners: Sequence[int], passages: int, seed: str) -> list[int]:
+    """The passages of a question, shuffled: the needed ones and others, preferably of the same documents."""
     draw = random.Random(seed)
     others = [place for place in range(len(owners)) if place not in needed]
     draw.shuffle(others)

@@ -1,10 +1,10 @@
-"""`--figures`: generated questions about numbers, dates, codes and names, with similar figures in the other passages.
+"""Generates questions about numbers, dates, codes and names, with similar figures in other passages (`--figures`).
 
 The words are in `figures.json` and every figure is drawn by a seeded generator, so a run needs no other data. A *set*
 is six or ten passages, each about a thing with a name of its own (the Orbeck Museum, the Saltin Dam). Their topics
 differ, with figures of the same kinds in similar sentences; in half of the sets there are only a few topics, so that
-several passages say the same of different things. Many have a table of spare parts. Each set is asked QUESTIONS_A_SET
-questions, in several orders of its passages.
+several passages say the same of different things. Many have a table of spare parts. There are QUESTIONS_A_SET questions
+about each set, each in several orders of its passages.
 """
 
 import json
@@ -19,10 +19,8 @@ from ragblend.measuring.data import Question
 
 Draw = random.Random
 QUESTIONS_A_SET = 8
-TWO_FIGURES, TABLES = (
-    (7,),
-    (5, 6),
-)  # numbers of the questions that ask for two figures, and for one in a table
+# The numbers of a set's questions that ask for two figures, and for a figure in a table.
+TWO_FIGURES, TABLES = (7,), (5, 6)
 PASSAGES = (6, 10)
 FEW_TOPICS = 3
 LANGUAGES = ("en", "de")
@@ -103,7 +101,7 @@ def figure_questions(
         language = languages[number % len(languages)]
         round_number = number // len(languages)
         things = _things(draw, language, PASSAGES[round_number % 2], few_topics=round_number // 2 % 2 == 1)
-        asked = [_ask(draw, language, things, each) for each in range(QUESTIONS_A_SET)]
+        asked = [_make_question(draw, language, things, each) for each in range(QUESTIONS_A_SET)]
         for order in range(orders):
             passages = [thing.text for thing in things]
             random.Random(f"order {seed} {number} {order}").shuffle(passages)
@@ -117,12 +115,12 @@ def figure_questions(
 def _things(draw: Draw, language: str, count: int, few_topics: bool) -> list[_Thing]:
     words = _words()["languages"][language]
     topics = draw.sample(sorted(words["topics"]), FEW_TOPICS if few_topics else count)
-    taken: set[str] = set()
+    used: set[str] = set()
 
     def new(kind: str) -> str:
-        while (text := _KINDS[kind](draw, language)) in taken:
+        while (text := _KINDS[kind](draw, language)) in used:
             pass
-        taken.add(text)
+        used.add(text)
         return text
 
     things = []
@@ -149,7 +147,7 @@ def _things(draw: Draw, language: str, count: int, few_topics: bool) -> list[_Th
     return things
 
 
-def _ask(
+def _make_question(
     draw: Draw, language: str, things: Sequence[_Thing], number: int
 ) -> tuple[str, tuple[str, ...], str]:
     """A question, the figures of its answer, and its kind: `one`, `table` or `several`."""

@@ -23,7 +23,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def peak_bytes(engine: dict[str, Any], prompt: "Prompt", variant: Variant) -> int | None:
-    """Peak memory above the baseline, in bytes; None if the system does not tell. Raises RagBlendError.
+    """Peak memory above the baseline, in bytes; None if the system does not report it. Raises RagBlendError.
 
     engine: the keyword arguments of `Engine.open`; prompt: tokenized.
     """
@@ -35,8 +35,8 @@ def peak_bytes(engine: dict[str, Any], prompt: "Prompt", variant: Variant) -> in
     command = [sys.executable, "-m", "ragblend.measuring.memory"]
     done = subprocess.run(command, input=job, text=True, capture_output=True, timeout=TIMEOUT_S)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        answer: dict[str, Any] = {"error": f"the child process failed: {said}"}
+        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        answer: dict[str, Any] = {"error": f"the child process failed: {last_line}"}
     else:
         answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
@@ -71,11 +71,11 @@ def _measure(engine: dict[str, Any], segments: list[Any], arguments: dict[str, A
             )
         return None if baseline is None else _peak_bytes(opened.device) - baseline
     finally:
-        opened.close()  # a process that ends while the engine still works in the background is aborted
+        opened.close()  # if the engine still worked in the background, the process would abort at its end
 
 
 def _begin_peak(device: str) -> int | None:
-    """Reset the peak; the bytes in use now, None if the system does not tell."""
+    """Reset the peak, and return the bytes in use now; None if the system does not report them."""
     if device.startswith("cuda"):
         import torch
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SEPARATORS = str.maketrans(",;/", "   ")
-_IN_NUMBER = re.compile(r"(?<=\d)[.:](?=\d)")  # without it 4.5 would be 45
+_IN_NUMBER = re.compile(r"(?<=\d)[.:](?=\d)")  # replaced before punctuation is removed: 4.5 would become 45
 # 1,931 is one number, and 1234567,7654321 are two.
 _THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d)")
 
@@ -38,7 +38,7 @@ def gold_match(answer: str, gold: Sequence[str]) -> bool:
     return normalise(answer) in {normalise(text) for text in gold}
 
 
-def found(answer: str, required: Sequence[str]) -> float | None:
+def found_share(answer: str, required: Sequence[str]) -> float | None:
     """The share of required strings that the answer contains as whole words; None if none are required.
 
     RULER's `string_match_all` (Hsieh et al. 2024) counts any substring: it would find 31 in 1931.
@@ -48,7 +48,7 @@ def found(answer: str, required: Sequence[str]) -> float | None:
 
 
 def _split_lists(text: str) -> str:
-    """Normalise a text; separators of list items separate words, with or without a space behind them."""
+    """Normalise a text; the separators of list items separate words, also without a space after them."""
     joined = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     return normalise(_IN_NUMBER.sub("·", joined).translate(_SEPARATORS))
 
@@ -125,7 +125,7 @@ def figure_positions(pieces: Sequence[str], figures: Sequence[str]) -> list[int]
     folded = [piece.casefold() for piece in pieces]  # casefold can change the length, so piece by piece
     ends, found = list(accumulate(map(len, folded))), set[int]()
     text = "".join(pieces)
-    # As the answer spells them: 18642 for 18,642.
+    # The figures as the answer spells them, such as 18642 for 18,642.
     spelled = [each for figure in figures for each in figures_in(text) if contains(figure, each)]
     for figure in (*figures, *spelled):
         place = re.search(rf"(?<!\w){re.escape(figure.casefold())}(?!\w)", "".join(folded))

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.measuring.records import PLACES, Row
+from ragblend.measuring.records import CACHE_LABELS, Row
 from ragblend.measuring.variants import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WHERE_COLOURS = {
+PART_COLOURS = {
     "retrieve": "#c7c7c7",
     "stall": "#d62728",
     "move": "#ff7f0e",
@@ -24,11 +24,11 @@ WHERE_COLOURS = {
 
 def plot_quality(rows: Sequence[Row], title: str, path: Path) -> None:
     """Left: KL by method with its interval, the lowest first; right: KL against time to first token."""
-    figure = figure_of(14.0, max(5.0, 0.3 * len(rows) + 1.5))
+    figure = new_figure(14.0, max(5.0, 0.3 * len(rows) + 1.5))
     left, right = figure.subplots(1, 2)
     _draw_divergence(left, sorted(rows, key=lambda row: row["kl"]))
     _draw_trade_off(right, rows)
-    entitle(figure, title)
+    set_title(figure, title)
     figure.savefig(path, dpi=120)
 
 
@@ -83,26 +83,26 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
-    """One panel per (chunks, tokens, cache): stacked bars of the parts of the time to the first token."""
+    """Draw one panel per (chunks, tokens, cache): stacked bars of the parts of the time to the first token."""
     cases: dict[tuple[int, int, str], list[Row]] = {}
     for row in rows:
         cases.setdefault((row["chunks"], row["tokens"], row["cache"]), []).append(row)
-    figure = figure_of(9.0, 1.2 + sum(0.7 + 0.3 * len(own) for own in cases.values()))
+    figure = new_figure(9.0, 1.2 + sum(0.7 + 0.3 * len(own) for own in cases.values()))
     panels = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
     for axes, (case, own) in zip(panels, cases.items(), strict=True):
         _draw_bars(axes, own)
-        axes.set_title(f"{case[0]} chunks of {case[1]} tokens, {PLACES[case[2]]}", fontsize=9)
+        axes.set_title(f"{case[0]} chunks of {case[1]} tokens, {CACHE_LABELS[case[2]]}", fontsize=9)
     panels[-1].set_xlabel(
         "milliseconds to the first token (loading overlaps with computing; only the stall counts)"
     )
-    panels[0].legend(fontsize=8, ncols=len(WHERE_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))
-    entitle(figure, title)
+    panels[0].legend(fontsize=8, ncols=len(PART_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))
+    set_title(figure, title)
     figure.savefig(path, dpi=120)
 
 
 def _draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
     ends = [0.0] * len(rows)
-    for part, colour in WHERE_COLOURS.items():
+    for part, colour in PART_COLOURS.items():
         widths = [(row["where_ms"] | {"retrieve": row["retrieve_ms"] or 0.0})[part] for row in rows]
         axes.barh(range(len(rows)), widths, left=ends, color=colour, label=part.replace("_", " "))
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
@@ -114,7 +114,7 @@ def _draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
     axes.set_xlim(0, 1.25 * max(ends))
 
 
-def figure_of(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """A figure with its own canvas; width and height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -125,13 +125,13 @@ def figure_of(width: float, height: float) -> "Figure":
     return figure
 
 
-def entitle(figure: "Figure", title: str) -> None:
+def set_title(figure: "Figure", title: str) -> None:
     """Set a title, wrapped to the figure's width."""
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
 
 
 def colour(method: str) -> Any:
-    """A method's colour, the same in every plot, by its place in the engine's table."""
+    """A method's colour, which depends on its place in the engine's table and is the same in every plot."""
     from matplotlib import colormaps
 
     from ragblend.engine.selection import METHODS

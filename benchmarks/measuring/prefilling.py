@@ -1,4 +1,4 @@
-"""The engine as both benches use it: temporarily stored chunks, timed prefills, and a description of the machine."""
+"""What both benches do with the engine: store chunks temporarily, time prefills, and describe the machine."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ class BenchError(RagBlendError):
 class Timed:
     """A prefilled prompt, the engine's report, and the milliseconds to its first token by the bench's own clock.
 
-    is_compared: the records of an earlier prompt, which this one continues, have that time.
+    is_compared: the time is that of an earlier prompt, which this one continues, and is in that prompt's records.
     """
 
     prefilled: "Prefilled"
@@ -42,7 +42,9 @@ class Timed:
 
 
 @contextmanager
-def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Iterator[tuple[ChunkKey, ...]]":
+def temporarily_stored(
+    engine: "Engine", texts: Sequence[str], keep: bool = False
+) -> "Iterator[tuple[ChunkKey, ...]]":
     """Store the texts' KV for the block; yields their keys. KV that was new is deleted afterwards, unless keep.
 
     75 questions of 10 passages are 10 GB with SmolLM2, which would evict the user's documents. KV that was stored with
@@ -52,7 +54,7 @@ def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Itera
     keys: list[ChunkKey] = []
     new: list[ChunkKey] = []
     try:
-        for text in texts:  # one by one, so that every stored key is known when it is interrupted
+        for text in texts:  # one by one, so that an interruption leaves no stored key that is not in `new`
             report = engine.encode([text])
             (key,) = report.keys
             if key is None:
@@ -88,8 +90,8 @@ def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:
 
 
 def model_digest(engine: "Engine") -> str:
-    """A digest of weights, tokenizer, dtype, RoPE and encoding prefix: the key under which one word is stored."""
-    with stored(engine, ["digest"]) as (key,):
+    """A digest of weights, tokenizer, dtype, RoPE and encoding prefix: the key of a stored chunk of one word."""
+    with temporarily_stored(engine, ["digest"]) as (key,):
         return key.digest
 
 
@@ -120,31 +122,31 @@ def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> Timed
     return Timed(prefilled, report, ttft_ms)
 
 
-def continued(engine: "Engine", before: Timed | None, prompt: "Prompt") -> Timed | None:
+def continue_prefill(engine: "Engine", previous: Timed | None, prompt: "Prompt") -> Timed | None:
     """Full prefill of a prompt from the KV of the previous one, which has the same passages; overwrites that KV.
 
     None if there is no previous one, or if the two differ before the end of the last chunk.
     """
-    if before is None or before.prefilled.cache is None or not prompt.places:
+    if previous is None or previous.prefilled.cache is None or not prompt.places:
         return None
     stop, ids = prompt.places[-1][1], prompt.token_ids
-    if before.prefilled.prompt.token_ids[:stop] != ids[:stop]:
+    if previous.prefilled.prompt.token_ids[:stop] != ids[:stop]:
         return None
     import torch
 
     from ragblend.engine.cache import Append
 
-    model, cache = engine.runtime.loaded.model, before.prefilled.cache
+    model, cache = engine.runtime.loaded.model, previous.prefilled.cache
     cache.prompt_tokens, cache.step = stop, Append()
     cache.truncate()
     with torch.inference_mode():
         rows = torch.tensor([ids[stop:]], device=model.device)
         logits = model(rows, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
     cache.prompt_tokens = len(ids)
-    tokens = replace(before.report.tokens, prompt=len(ids), fresh=len(ids))
-    report = replace(before.report, tokens=tokens)
-    prefilled = replace(before.prefilled, prompt=prompt, logits=logits, report=report)
-    return replace(before, prefilled=prefilled, report=report)
+    tokens = replace(previous.report.tokens, prompt=len(ids), fresh=len(ids))
+    report = replace(previous.report, tokens=tokens)
+    prefilled = replace(previous.prefilled, prompt=prompt, logits=logits, report=report)
+    return replace(previous, prefilled=prefilled, report=report)
 
 
 def environment(engine: "Engine") -> dict[str, Any]:
@@ -171,7 +173,7 @@ def environment(engine: "Engine") -> dict[str, Any]:
     }
 
 
-def computed_by(settings: dict[str, Any]) -> str:
+def settings_digest(settings: dict[str, Any]) -> str:
     """A digest of everything that a run's numbers depend on: settings, device, threads, libraries and source code."""
     import torch
     import transformers
@@ -191,10 +193,11 @@ def computed_by(settings: dict[str, Any]) -> str:
     return run_digest(settings | where, tuple(Path(package.__path__[0]) for package in packages))
 
 
-def settled_decoding(engine: "Engine") -> str:
-    """The name of the decode implementation, which stays the same from here on.
+def settle_decoding(engine: "Engine") -> str:
+    """Choose the decode implementation for the whole run, and return its name.
 
-    Else a run's first answers come from another one than its last, and measuring it takes time from what is timed.
+    Otherwise the first answers could come from another implementation than the last ones, and the engine's measurement
+    of implementations would slow down what is timed.
     """
     choice = engine.runtime.choice
     for _ in range(SETTLING_ANSWERS):

@@ -20,12 +20,12 @@ from ragblend.measuring.data import Loaded, Question, Skipped
 from ragblend.measuring.prefilling import (
     BenchError,
     Timed,
-    computed_by,
-    continued,
+    continue_prefill,
     model_digest,
     prompt_of,
-    settled_decoding,
-    stored,
+    settings_digest,
+    settle_decoding,
+    temporarily_stored,
     timed_prefill,
 )
 from ragblend.measuring.records import Journal, Record, Row
@@ -60,14 +60,14 @@ def run(
     seed: int = 0,
     keep_kv: bool = False,
     progress: Progress = lambda done, total: None,
-    until: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     warm: bool = True,
     figures_only: bool = False,
 ) -> int:
     """Measure every (question, variant) that the journal does not have; returns how many questions are left.
 
-    An interruption loses at most the measurement under way. keep_kv leaves the passages' KV in the store. until is
-    called before each question; once it is true no further one is begun. warm: run every method once, unrecorded,
+    An interruption loses at most the measurement under way. keep_kv leaves the passages' KV in the store. should_stop
+    is called before each question, and ends the run if it returns True. warm: run every method once, unrecorded,
     before the first question. figures_only: a question that full prefill answers with wrong figures gets a record of
     `full`, which must be among the variants, and no other.
 
@@ -78,20 +78,20 @@ def run(
         (question, _pending(question, variants, journal, seed, figures_only)) for question in questions
     ]
     # All prompts first: one that is too long must stop the run before an hour of work.
-    work = [(each, todo, _fitting_prompt(engine, each, max_new_tokens)) for each, todo in pending if todo]
+    work = [(each, todo, _prompt_or_advice(engine, each, max_new_tokens)) for each, todo in pending if todo]
     total = sum(len(todo) for _, todo, _ in work)
     done, left = 0, len(work)
-    for _, together in groupby(work, lambda each: frozenset(each[0].passages)):
-        of_set, before = list(together), None
-        if until():
+    for _, group in groupby(work, lambda each: frozenset(each[0].passages)):
+        same_passages, before = list(group), None
+        if should_stop():
             return left
-        with stored(engine, of_set[0][0].passages, keep_kv):
-            for question, todo, prompt in of_set:
-                if until():
+        with temporarily_stored(engine, same_passages[0][0].passages, keep_kv):
+            for question, todo, prompt in same_passages:
+                if should_stop():
                     return left
                 if left == len(work) and warm:
                     warm_up(engine, prompt, [variant for _, todo, _ in work for variant in todo])
-                reference = before = full_outcome(engine, prompt, max_new_tokens, before)
+                reference = before = reference_outcome(engine, prompt, max_new_tokens, before)
                 left -= 1
                 is_right = bool(metrics.right_figures(question, reference.answer.text))
                 if figures_only and Variant("full") in todo and not is_right:
@@ -100,7 +100,7 @@ def run(
                     journal.add(measure_method(variant, engine, question, prompt, reference, max_new_tokens))
                     done += 1
                     progress(done, total)
-                if todo != [Variant("full")]:  # each time of full prefill is compared with once
+                if todo != [Variant("full")]:  # the next question must not repeat its time
                     before = replace(reference, is_compared=True)
     return 0
 
@@ -117,8 +117,8 @@ def _pending(
     return todo
 
 
-def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
-    """As `build_prompt`, with advice in the PromptTooLongError. With --skip such questions are dropped before."""
+def _prompt_or_advice(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
+    """As `build_prompt`, but a PromptTooLongError says what to do. With --skip such questions are dropped before."""
     try:
         return build_prompt(engine, question, max_new_tokens)
     except PromptTooLongError as error:
@@ -129,7 +129,7 @@ def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -
 
 def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
     """The question's prompt. Raises PromptTooLongError if the answer would not fit in the model's window."""
-    prompt = prompt_of(engine, question.passages, asked(question))
+    prompt = prompt_of(engine, question.passages, question_text(question))
     needed = len(prompt.token_ids) + max_new_tokens
     if needed > engine.context_window:
         raise PromptTooLongError(
@@ -169,20 +169,20 @@ def open_journal(engine: "Engine", folder: Path, fresh: bool, kv_codec: str, max
         "model": model_digest(engine),
         "device": engine.device,
         "kv_codec": kv_codec,
-        "decoding": settled_decoding(engine),
+        "decoding": settle_decoding(engine),
         "max_new_tokens": max_new_tokens,
         "instruction": INSTRUCTION,
     }
-    return Journal(folder / f"quality-{computed_by(settings)}.jsonl", fresh)
+    return Journal(folder / f"quality-{settings_digest(settings)}.jsonl", fresh)
 
 
-def asked(question: Question) -> str:
-    """The question with its instruction, as every method gets it."""
+def question_text(question: Question) -> str:
+    """The text that every method gets: the question with its instruction."""
     return question.text + (INSTRUCTION if question.instruction is None else question.instruction)
 
 
 def warm_up(engine: "Engine", prompt: "Prompt", variants: Sequence[Variant]) -> None:
-    """Run one unrecorded prefill of every method: the first ones pay for memory, threads, kernels and imports."""
+    """Prefill once by every method, unrecorded: a method's first run also allocates memory and starts threads."""
     for variant in {each.method: each for each in (Variant("full"), *variants)}.values():
         engine.prefill(prompt, **variant.arguments)
 
@@ -198,19 +198,19 @@ def measure_method(
     """The record of one of the engine's methods on one question."""
     outcome = reference
     if variant.method != "full":
-        outcome = outcome_of(engine, prompt, variant, reference, max_new_tokens)
+        outcome = method_outcome(engine, prompt, variant, reference, max_new_tokens)
     return record_of(question, variant, reference, outcome, engine)
 
 
-def full_outcome(
+def reference_outcome(
     engine: "Engine", prompt: "Prompt", max_new_tokens: int, before: Timed | None = None
 ) -> Outcome:
     """The reference: full prefill, its greedy answer, and its logits along that answer.
 
-    before: the previous question's prefill, which is overwritten. If it has the same passages in the same order, their
-    KV is taken from it, since it depends on nothing after them, and so is the time to first token.
+    before: the previous question's prefill, whose KV is overwritten. If it has the same passages in the same order,
+    their KV, which depends on nothing after them, and the time to first token are taken from it.
     """
-    timed = continued(engine, before, prompt) or timed_prefill(engine, prompt, Variant("full"))
+    timed = continue_prefill(engine, before, prompt) or timed_prefill(engine, prompt, Variant("full"))
     answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
     return _outcome(timed, answer, teacher_logits(engine, timed.prefilled, answer))
 
@@ -221,23 +221,23 @@ def _outcome(timed: Timed, answer: "Result", logits: "Tensor") -> Outcome:
     )
 
 
-def outcome_of(
+def method_outcome(
     engine: "Engine", prompt: "Prompt", variant: Variant, reference: Outcome, max_new_tokens: int
 ) -> Outcome:
     """A method's outcome."""
     timed = timed_prefill(engine, prompt, variant)
     logits = teacher_logits(engine, timed.prefilled, reference.answer)
-    # If a figure may be read again, only decoding shows whether it was.
-    if takes_every_step(logits, reference.answer) and not timed.prefilled.sure:
-        # Its greedy answer equals the reference's. Decoding takes as long as the prefill, and would give the same.
+    # If decoding may prefill again because of an uncertain figure, only decoding shows whether it does.
+    if would_give_answer(logits, reference.answer) and not timed.prefilled.sure:
+        # The greedy answer equals the reference's, so decoding, which takes as long as the prefill, can be skipped.
         answer = reference.answer
     else:
         answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
     return _outcome(timed, answer, logits)
 
 
-def takes_every_step(logits: "Tensor", answer: "Result") -> bool:
-    """Whether greedy decoding would give this answer, its end token included."""
+def would_give_answer(logits: "Tensor", answer: "Result") -> bool:
+    """Whether greedy decoding by these logits gives this answer, with its end token."""
     return bool(answer.token_ids) and logits.argmax(-1).tolist() == list(answer.token_ids)
 
 
@@ -247,14 +247,14 @@ def record_of(
     """Compare a method's outcome with the reference and with the gold answers. Raises BenchError."""
     text = outcome.answer.text
     return Record(
-        **_figures(question, reference, outcome, engine.tokenizer),
+        **_figure_fields(question, reference, outcome, engine.tokenizer),
         question=question.digest,
         method=variant.method,
         ratio=variant.ratio,
         kl=_divergence(question, variant, reference, outcome),
         top1=metrics.top1_agreement(reference.logits, outcome.logits),
         exact_match=outcome.answer.token_ids == reference.answer.token_ids,
-        **against_gold(text, question),
+        **gold_fields(text, question),
         first_kl=metrics.kl_divergence(reference.logits[:1], outcome.logits[:1]),
         read_again=outcome.answer.report.read_again_at is not None,
         rouge_l_to_full=metrics.rouge_l(text, [reference.answer.text]),
@@ -269,8 +269,10 @@ def record_of(
     )
 
 
-def _figures(question: Question, reference: Outcome, outcome: Outcome, tokenizer: Any) -> dict[str, Any]:
-    """The part of a record about figures that full prefill has right; empty if there are none."""
+def _figure_fields(
+    question: Question, reference: Outcome, outcome: Outcome, tokenizer: Any
+) -> dict[str, Any]:
+    """A record's fields about the figures that full prefill has right; empty if there are none."""
     figures = metrics.right_figures(question, reference.answer.text)
     if not figures:
         return {}
@@ -299,13 +301,13 @@ def _divergence(question: Question, variant: Variant, reference: Outcome, outcom
     )
 
 
-def against_gold(text: str, question: Question) -> dict[str, Any]:
-    """The part of a record that compares an answer with the gold answers."""
+def gold_fields(text: str, question: Question) -> dict[str, Any]:
+    """A record's fields that compare an answer with the gold answers."""
     return {
         "gold_match": metrics.gold_match(text, question.answers),
         "f1": metrics.f1(text, question.answers),
         "rouge_l": metrics.rouge_l(text, question.answers),
-        "found": metrics.found(text, question.required),
+        "found": metrics.found_share(text, question.required),
         "answer": text,
     }
 

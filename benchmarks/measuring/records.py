@@ -18,7 +18,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 
 Row = dict[str, Any]
-PLACES = {"warm": "warm disk", "cold": "cold disk", "memory": "KV in memory"}  # by `cache` of a row
+CACHE_LABELS = {"warm": "warm disk", "cold": "cold disk", "memory": "KV in memory"}  # by `cache` of a row
 Key = tuple[str, str, float | None]
 
 
@@ -26,8 +26,8 @@ Key = tuple[str, str, float | None]
 class Record:
     """One method on one question. kl in nats; times in ms.
 
-    full_ttft_ms: full prefill's, from the same run; None, as `ttft_ms` of `full`, where the question before has the
-    same passages and was compared with the time of their full prefill, which is not repeated.
+    full_ttft_ms: full prefill's time, from the same run. It and the `ttft_ms` of `full` are None if the previous
+    question has the same passages: their full prefill is not repeated, and its time is in that question's records.
     """
 
     question: str
@@ -50,8 +50,8 @@ class Record:
     select_ms: float | None = None
     probe_rows: int | None = None
     computed_fraction: float | None = None
-    # About figures that full prefill's answer has right; None if there are none. figures_other: they are lost, and the
-    # answer has a figure of a passage without them; figure_kl: KL at the figures' tokens.
+    # About the figures that full prefill's answer has right; None if there are none. figures_other: the answer lacks
+    # them, and has a figure of another passage; figure_kl: KL at the figures' tokens.
     figures_kept: bool | None = None
     figures_other: bool | None = None
     figure_kl: float | None = None
@@ -78,7 +78,7 @@ class Journal:
         return key in self.records
 
     def add(self, record: Record) -> None:
-        """Append one record; measuring the same key twice is our bug."""
+        """Append one record, whose key must be new."""
         assert record.key not in self.records, record.key
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(dataclasses.asdict(record), ensure_ascii=True)

@@ -65,7 +65,9 @@ def warnings(rows: Sequence[Row], what: Row) -> list[str]:
     """Warnings for readers of the numbers."""
     found = []
     if what["questions"] < FEWEST_PROMPTS:
-        found.append(f"{what['questions']} prompts settle nothing; measure {FEWEST_PROMPTS} or more.")
+        found.append(
+            f"{what['questions']} prompts are too few to compare methods; measure {FEWEST_PROMPTS} or more."
+        )
     if what["skipped"]:
         named = "; ".join(each["reason"] for each in what["skipped"][:5])
         more = f" and {len(what['skipped']) - 5} more" if len(what["skipped"]) > 5 else ""

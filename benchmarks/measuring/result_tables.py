@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-from ragblend.measuring.records import PLACES, Row
+from ragblend.measuring.records import CACHE_LABELS, Row
 from ragblend.measuring.variants import label
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 MEBIBYTE = 1 << 20
-FEWEST_PROMPTS = 60  # with fewer the report warns that they settle nothing
+FEWEST_PROMPTS = 60  # with fewer the report warns that they are too few
 UNDEFINED = "–"
 TEXT_COLUMNS = ("task", "method", "against", "verdict")
 
@@ -72,10 +72,10 @@ def share(name: str, undefined: str = UNDEFINED) -> Callable[[Row], str]:
 
 def interval(name: str) -> Callable[[Row], str]:
     """A column's formatter: the field as an interval."""
-    return lambda row: ends(row[name])
+    return lambda row: interval_text(row[name])
 
 
-def ends(value: Sequence[float] | None, digits: int = 4) -> str:
+def interval_text(value: Sequence[float] | None, digits: int = 4) -> str:
     return UNDEFINED if value is None else f"{value[0]:.{digits}f} to {value[1]:.{digits}f}"
 
 
@@ -93,19 +93,19 @@ QUALITY: tuple[Column, ...] = (
     ("of full's score", share("score_share")),
     ("ROUGE-L", number("rouge_l", 3)), ("recovery", share("recovery")), ("TTFT ms", number("ttft_ms", 0)),
     ("choosing ms", number("select_ms", 1)),
-    ("speed-up", number("speedup", 1, "x")), ("tokens read", number("prompt_tokens", 0)),
-    ("said", number("generated_tokens", 0)),
+    ("speed-up", number("speedup", 1, "x")), ("prompt tokens", number("prompt_tokens", 0)),
+    ("answer tokens", number("generated_tokens", 0)),
 )  # fmt: skip
 FIGURES: tuple[Column, ...] = (
     ("method", text("method")), RATIO, ("spent", share("recomputed_fraction")), ("n", text("figures_n")),
-    ("figures kept", share("figures_kept")), ("interval", lambda row: ends(row["figures_kept_ci"], 3)),
+    ("figures kept", share("figures_kept")), ("interval", lambda row: interval_text(row["figures_kept_ci"], 3)),
     ("wrong passage", share("figures_other")), ("read again", share("read_again")),
     ("KL at figures", number("figure_kl", 4)),
     ("interval", interval("figure_kl_ci")), ("KL", number("kl", 4)),
 )  # fmt: skip
-WITHIN: tuple[Column, ...] = (
+FASTEST_WITHIN: tuple[Column, ...] = (
     ("lost at most", share("loss")), ("method", text("method")), RATIO, ("of full's score", share("score_share")),
-    ("interval", lambda row: ends(row["score_share_ci"], 3)), ("TTFT ms", number("ttft_ms", 0)),
+    ("interval", lambda row: interval_text(row["score_share_ci"], 3)), ("TTFT ms", number("ttft_ms", 0)),
     ("speed-up", number("speedup", 1, "x")),
 )  # fmt: skip
 TASKS: tuple[Column, ...] = (
@@ -138,7 +138,7 @@ def quality_tables(
         found.insert(0, table_of("Figures kept (intervals: 95%)", FIGURES, figures, note))
     if within:
         note = "With few prompts the interval reaches far below the tolerated loss."
-        found.append(table_of("The fastest method that keeps the task score", WITHIN, within, note))
+        found.append(table_of("The fastest method that keeps the task score", FASTEST_WITHIN, within, note))
     if tasks:
         found.append(table_of("By task", TASKS, tasks))
     if comparisons:
@@ -173,7 +173,7 @@ def _matrix_cell(found: dict[tuple[Any, Any], Row], row: Any, column: Any) -> Ce
         ratio, around = 1 / ratio, None if not around or min(around) <= 0 else (1 / around[1], 1 / around[0])
         verdict = {"better": "worse", "worse": "better"}.get(verdict, verdict)
     kind = f"{verdict if verdict != 'undecided' else ''} {'' if cell['same_cost'] else 'other'}".strip()
-    return Cell(f"{ratio:.2f}", kind, f"{verdict}; {ends(around, 3)}")
+    return Cell(f"{ratio:.2f}", kind, f"{verdict}; {interval_text(around, 3)}")
 
 
 def _where(part: str) -> Column:
@@ -193,7 +193,7 @@ def ttft_tables(rows: Sequence[Row]) -> list[Table]:
     """One table per (chunks, tokens, cache): medians of the time to first token and of its parts."""
     cases: dict[str, list[Row]] = {}
     for row in rows:
-        where = PLACES[row["cache"]]
+        where = CACHE_LABELS[row["cache"]]
         title = f"{row['chunks']} chunks of {row['tokens']} tokens, {where} (milliseconds, medians)"
         cases.setdefault(title, []).append(row)
     return [table_of(title, TTFT, own) for title, own in cases.items()]

@@ -17,8 +17,8 @@ from ragblend.measuring.variants import EXACT, Variant
 
 # What a policy has to beat: recomputing nothing, and two ways to spend the same budget blindly.
 BASELINES = ("reuse", "random", "epic")
-COUNTS = ("prompt_tokens", "generated_tokens")  # means over the questions
-# Costs of selection, beside `recomputed_fraction`, which includes what falls on stored tokens.
+COUNTS = ("prompt_tokens", "generated_tokens")  # rows have their means over the questions
+# Costs of selection. `recomputed_fraction` includes only its work on stored tokens.
 COSTS = ("computed_fraction", "probe_rows", "select_ms")
 FIGURE_COLUMNS = (
     "figures_n", "figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "figure_kl_ci", "read_again",
@@ -90,7 +90,7 @@ def _table(records: dict[Key, Record], questions: Sequence[Question], variants: 
 
 
 def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, seed: int) -> Row:
-    """A variant's row. Every row has every name; None if the variant has no such number."""
+    """A variant's row. All rows have the same names; a number that the variant lacks is None."""
     row: Row = {"method": variant.method, "ratio": variant.ratio, "n": len(records)}
     row |= _mean_and_interval("kl", records, seed) | {"top1": _mean("top1", records)}
     row |= {"first_kl": _mean("first_kl", records)}

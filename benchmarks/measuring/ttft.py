@@ -1,7 +1,7 @@
 """Measures the time to the first token and its parts, by method (`ragblend bench ttft`).
 
-All methods run alternately, round after round, on the same prompt, so that other load affects all of them; medians and
-ratios to full prefill come from the same rounds.
+All methods run on the same prompt once a round, so that other load affects all of them alike. Medians and ratios to
+full prefill come from the same rounds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 from ragblend.measuring.memory import peak_bytes
-from ragblend.measuring.prefilling import prompt_of, stored, timed_prefill
+from ragblend.measuring.prefilling import prompt_of, temporarily_stored, timed_prefill
 from ragblend.measuring.quality import INSTRUCTION, Progress
 from ragblend.measuring.records import Row
 from ragblend.measuring.variants import Variant
@@ -54,7 +54,7 @@ class TtftPlan:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedPrompt:
     """A prompt whose chunks are in the store, and their sizes."""
 
     prompt: "Prompt"
@@ -84,7 +84,7 @@ def run(
     rows: list[Row] = []
     steps = count(1)
     for chunks, tokens in product(plan.chunks, plan.tokens):
-        with encoded(engine, cut_texts(engine, source, chunks, tokens)) as subject:
+        with encoded_prompt(engine, cut_texts(engine, source, chunks, tokens)) as subject:
             peaks: dict[Variant, int | None] = dict.fromkeys(plan.variants)
             if memory_engine is not None:
                 peaks = {each: peak_bytes(memory_engine, subject.prompt, each) for each in plan.variants}
@@ -102,16 +102,16 @@ def run(
                             rounds[variant].append(one)
                 case: Row = {"chunks": chunks, "tokens": tokens, "cache": cache}
                 case["retrieve_ms"] = median(retrieve_ms[1:]) if retrieve_ms else None
-                for variant, taken in rounds.items():
-                    times = _times(taken, rounds.get(Variant("full")))
-                    rows.append(_row(case, variant, taken, times, subject, peaks[variant]))
-                    middle = sorted(taken, key=lambda each: each[0])[len(taken) // 2]
+                for variant, runs in rounds.items():
+                    times = _times(runs, rounds.get(Variant("full")))
+                    rows.append(_row(case, variant, runs, times, subject, peaks[variant]))
+                    middle = sorted(runs, key=lambda each: each[0])[len(runs) // 2]
                     keep_trace(rows[-1], middle[1].trace or Trace())
     return rows
 
 
 @contextmanager
-def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
+def encoded_prompt(engine: "Engine", texts: Sequence[str]) -> Iterator[EncodedPrompt]:
     """A prompt over the texts, whose KV is stored for the block."""
     prompt = prompt_of(engine, texts, QUESTION + INSTRUCTION)
     if len(prompt.token_ids) >= engine.context_window:
@@ -119,13 +119,13 @@ def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
             f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and "
             f"{engine.model_name} takes {engine.context_window}; pass fewer --chunks or shorter --tokens"
         )
-    with stored(engine, texts) as keys:
+    with temporarily_stored(engine, texts) as keys:
         raw = blob = fused = 0
         for reader in _readers(engine, prompt, keys):
             raw += len(reader.token_ids) * reader.geometry.token_bytes
             blob += reader.header.file_nbytes
             fused = len(prompt.token_ids) * reader.geometry.token_bytes
-        yield Encoded(prompt, keys, raw, blob, fused)
+        yield EncodedPrompt(prompt, keys, raw, blob, fused)
 
 
 def _readers(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -> Iterator[Any]:
@@ -138,17 +138,17 @@ def _readers(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -
 
 
 def measure(
-    engine: "Engine", subject: Encoded, variants: tuple[Variant, ...], cache: str, turn: int
+    engine: "Engine", subject: EncodedPrompt, variants: tuple[Variant, ...], cache: str, turn: int
 ) -> "Iterator[tuple[Variant, tuple[float, Report]]]":
-    """Time each variant once; another one is first in every round, so that none always follows the slowest."""
+    """Time each variant once. Each round begins with another variant, so that none always follows the slowest."""
     first = turn % len(variants)
     for variant in variants[first:] + variants[:first]:
-        place(engine, subject, cache)
+        place_chunks(engine, subject, cache)
         timed = timed_prefill(engine, subject.prompt, variant)
         yield variant, (timed.ttft_ms, timed.report)
 
 
-def place(engine: "Engine", subject: Encoded, cache: str) -> None:
+def place_chunks(engine: "Engine", subject: EncodedPrompt, cache: str) -> None:
     """Put the stored chunks into the tier that the case measures, and remove them from faster ones.
 
     cache: one of CACHES, or `device` for an accelerator's own tier.
@@ -164,26 +164,28 @@ def place(engine: "Engine", subject: Encoded, cache: str) -> None:
             engine.store.promote(key, chunk.token_ids or ())
 
 
-def _row(case: Row, variant: Variant, taken: Rounds, times: Row, subject: Encoded, peak: int | None) -> Row:
+def _row(
+    case: Row, variant: Variant, runs: Rounds, times: Row, subject: EncodedPrompt, peak: int | None
+) -> Row:
     return {
         "method": variant.method,
         "ratio": variant.ratio,
         **case,
         "prompt_tokens": len(subject.prompt.token_ids),
-        "repeats": len(taken),
+        "repeats": len(runs),
         **times,
-        "recomputed_fraction": taken[-1][1].recomputed_fraction,
+        "recomputed_fraction": runs[-1][1].recomputed_fraction,
         "peak_bytes": peak,
         "fused_kv_bytes": subject.fused_kv_bytes,
-        "peak_of_fused_kv": _part(peak, subject.fused_kv_bytes),
+        "peak_of_fused_kv": _quotient(peak, subject.fused_kv_bytes),
         "blob_bytes": subject.blob_bytes,
         "raw_kv_bytes": subject.raw_kv_bytes,
-        "blob_of_raw_kv": _part(subject.blob_bytes, subject.raw_kv_bytes),
+        "blob_of_raw_kv": _quotient(subject.blob_bytes, subject.raw_kv_bytes),
     }
 
 
-def _times(taken: Rounds, full: Rounds | None) -> Row:
-    times, reports = zip(*taken, strict=True)
+def _times(runs: Rounds, full: Rounds | None) -> Row:
+    times, reports = zip(*runs, strict=True)
     ratios = [slow / fast for (slow, _), fast in zip(full, times, strict=True)] if full else []
     ttft_ms, decision = median(times), reports[-1].decision
     predicted_ms = decision.predicted_ttft_ms if decision else None
@@ -197,32 +199,32 @@ def _times(taken: Rounds, full: Rounds | None) -> Row:
         "load_ms": median(report.timings.load_ms for report in reports),
         "load_busy_ms": median(report.trace.busy_ms("load") if report.trace else 0.0 for report in reports),
         "stall_share": median(report.timings.stall_ms for report in reports) / ttft_ms,
-        "where_ms": where_ms([(ms, report.timings) for ms, report in taken]),
+        "where_ms": part_medians_ms([(ms, report.timings) for ms, report in runs]),
     }
 
 
-def where_ms(taken: "Sequence[tuple[float, Timings]]") -> dict[str, float]:
+def part_medians_ms(runs: "Sequence[tuple[float, Timings]]") -> dict[str, float]:
     """Medians of the parts of the time to the first token, from that time and the timings of every round.
 
-    Loading is none of them: it overlaps with computing, and only the stall counts. compute is the remaining time.
+    Loading is not among them: it overlaps with computing, and only the stall counts. compute is the remaining time.
     """
     rounds = []
-    for ttft_ms, timings in taken:
+    for ttft_ms, timings in runs:
         known = {name: getattr(timings, f"{name}_ms") for name in ("stall", "move", "select", "first_token")}
         rounds.append(known | {"compute": max(0.0, ttft_ms - sum(known.values()))})
     names = ("stall", "move", "select", "compute", "first_token")
     return {name: median(each[name] for each in rounds) for name in names}
 
 
-def _part(value: int | None, whole: int) -> float | None:
+def _quotient(value: int | None, whole: int) -> float | None:
     return value / whole if value is not None and whole else None
 
 
 def cut_texts(engine: "Engine", source: str, chunks: int, tokens: int) -> list[str]:
     """Cut `chunks` different texts of real words, each of exactly `tokens` tokens.
 
-    With random ids attention would differ from that of real text. Takes the words of `source` in order, and starts
-    again at another word when they end. Raises UsageError if there are no such texts.
+    Random ids would give another attention than real text. Takes the words of `source` in order; at their end it starts
+    again at another word. Raises UsageError if there are no such texts.
     """
     words = source.split()
     texts: dict[str, None] = {}  # ordered, without repeats: two equal chunks would share one stored KV

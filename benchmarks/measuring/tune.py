@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 ROUND_QUESTIONS = 4
 FEWEST_QUESTIONS = 6  # with fewer, an interval says nothing
 ANSWER_TOKENS = 16
-AS_GOOD = 1.1  # times the lowest divergence still counts as equally good
+EQUALLY_GOOD = 1.1  # up to so many times the lowest divergence counts as equally good
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-CONTROLS = ("random",)  # controls with a fixed ratio are left out anyway
+LEFT_OUT = ("random",)  # a control; those with a fixed ratio are no candidates anyway
 Clock = Callable[[], float]
 
 
@@ -70,13 +70,13 @@ def current_variant(method: str, ratio: float | str) -> Variant:
 
 
 def candidates(methods: dict[str, Any], most_ratio: float, current: Variant) -> tuple[Variant, ...]:
-    """Every policy but the controls at up to three ratios, `reuse`, and the current variant."""
+    """`reuse`, every policy that takes a ratio (except controls) at up to three ratios, and the current variant."""
     if not 0 <= most_ratio <= 1:
         raise UsageError(f"--most-ratio is {most_ratio}; it must be a share from 0 to 1")
     ratios = [*(ratio for ratio in RATIOS if ratio < most_ratio), *([most_ratio] if most_ratio else [])][-3:]
     found = [Variant("reuse")]
     for name, policy in methods.items():
-        if policy.fixed_ratio is None and not policy.uses_tree and name not in CONTROLS:
+        if policy.fixed_ratio is None and not policy.uses_tree and name not in LEFT_OUT:
             found += [Variant(name, ratio) for ratio in ratios]
     own = [current] if why_not_comparable(current) is None else []
     return tuple(dict.fromkeys([*found, *own]))
@@ -106,17 +106,17 @@ def find_best(
     clock: Clock = time.monotonic,
     seed: int = 0,
 ) -> TuneResult:
-    """Measure until the time is over or all questions are answered, then choose. Raises UsageError if it was too short.
+    """Measure until the time is over or all questions are answered, then choose the best variant.
 
     Records in the journal are not measured again. The question under way is finished. progress counts seconds, since
-    the number of questions is not known in advance.
+    the number of questions is not known in advance. Raises UsageError if too few questions are given or measured.
     """
     if len(questions) < FEWEST_QUESTIONS:
         raise UsageError(
             f"Tuning: there are {len(questions)} questions; {FEWEST_QUESTIONS} are the fewest to choose by. Give more."
         )
     begun = clock()
-    left, asked, is_warm = list(variants), list[Question](), False
+    remaining, asked, is_warm = list(variants), list[Question](), False
     dropped: dict[Variant, Row] = {}
     while len(asked) < len(questions):
         batch = questions[len(asked) : len(asked) + ROUND_QUESTIONS]
@@ -124,37 +124,39 @@ def find_best(
         unmeasured = quality.run(
             engine,
             batch,
-            left,
+            remaining,
             journal,
             max_new_tokens=ANSWER_TOKENS,
             seed=seed,
             progress=lambda *_: progress(round(min(clock() - begun, seconds)), round(seconds)),
-            until=lambda: clock() - begun >= seconds,
+            should_stop=lambda: clock() - begun >= seconds,
             warm=not is_warm,
         )
-        is_warm = is_warm or len(journal.records) > before  # a resumed run has the first ones already
-        keys = [(each.method, each.ratio) for each in left]  # the numbers are paired: of all, or of none
+        # A resumed run has records of the first batches, so that nothing runs in them.
+        is_warm = is_warm or len(journal.records) > before
+        # Methods are compared on the same questions, so a question counts if all have answered it.
+        keys = [(each.method, each.ratio) for each in remaining]
         asked += [each for each in batch if all((each.digest, *key) in journal for key in keys)]
         if unmeasured:
             break
-        for variant in _clearly_worse(journal, asked, left, current, seed):
+        for variant in _clearly_worse(journal, asked, remaining, current, seed):
             dropped[variant] = summarise(journal.records, asked, [variant], seed)[0][0]
-            left.remove(variant)
+            remaining.remove(variant)
     spent = clock() - begun
     if len(asked) < FEWEST_QUESTIONS:
         n = len(asked)
         each = f"one took {spent / n:.0f} s" if n else f"the first was not done after {spent:.0f} s"
         raise UsageError(
-            f"Tuning: {n} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). What "
-            "was measured is kept; run the same command again with more --minutes."
+            f"Tuning: {n} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). The "
+            "measurements are kept; run the same command again with more --minutes."
         )
-    rows, _ = summarise(journal.records, asked, left, seed)
+    rows, _ = summarise(journal.records, asked, remaining, seed)
     found = TuneResult(current, False, "", len(asked), spent, rows, list(dropped.values()))
-    return _decide(found, journal, asked, left, current, most_ratio, seed)
+    return _decide(found, journal, asked, remaining, current, most_ratio, seed)
 
 
 def _clearly_worse(
-    journal: Journal, asked: Sequence[Question], left: Sequence[Variant], current: Variant, seed: int
+    journal: Journal, asked: Sequence[Question], remaining: Sequence[Variant], current: Variant, seed: int
 ) -> list[Variant]:
     """Variants that diverge clearly more than one that costs no more and loses no more figures.
 
@@ -164,16 +166,16 @@ def _clearly_worse(
         return []
     records = {
         each: [journal.records[question.digest, each.method, each.ratio] for question in asked]
-        for each in left
+        for each in remaining
     }
     kl = {each: [_kl(record) for record in own] for each, own in records.items()}
     mean = {each: sum(values) / len(values) for each, values in kl.items()}
     lost = {each: sum(record.figures_kept is False for record in own) for each, own in records.items()}
     found = []
-    for variant in left:
+    for variant in remaining:
         rivals = [
             each
-            for each in left
+            for each in remaining
             if (each.ratio or 0) <= (variant.ratio or 0) and lost[each] <= lost[variant] and each != variant
         ]
         best = min(rivals, key=lambda each: mean[each], default=None)
@@ -188,16 +190,16 @@ def _decide(
     found: TuneResult,
     journal: Journal,
     asked: Sequence[Question],
-    left: Sequence[Variant],
+    remaining: Sequence[Variant],
     current: Variant,
     most_ratio: float,
     seed: int,
 ) -> TuneResult:
-    by_variant = dict(zip(left, found.rows, strict=True))
+    by_variant = dict(zip(remaining, found.rows, strict=True))
     allowed = {each: row for each, row in by_variant.items() if (each.ratio or 0) <= most_ratio}
     allowed = _keeping_figures(allowed)
     lowest = min(row["kl"] for row in allowed.values())
-    near = [each for each, row in allowed.items() if row["kl"] <= AS_GOOD * lowest]
+    near = [each for each, row in allowed.items() if row["kl"] <= EQUALLY_GOOD * lowest]
     best = min(near, key=lambda each: (allowed[each]["recomputed_fraction"], allowed[each]["kl"]))
     common = dataclasses.replace(found, best=best)
     if best == current:
@@ -242,11 +244,11 @@ def _lost(row: Row) -> int:
 def _compare(pair: Row) -> tuple[bool, str]:
     """Whether the first of the pair should replace the second, and why."""
     ratio, ends = pair["kl_ratio"], pair["kl_ratio_ci"]
-    said = f"{ratio:.2f} times its divergence" if ratio is not None else "no divergence to compare"
+    comparison = f"{ratio:.2f} times its divergence" if ratio is not None else "no divergence to compare"
     if ends is not None:
-        said += f" (95% interval {ends[0]:.2f} to {ends[1]:.2f})"
+        comparison += f" (95% interval {ends[0]:.2f} to {ends[1]:.2f})"
     if pair["verdict"] == "better":
-        return True, f"better: {said}"
-    if pair["cost_difference"] < -SAME_COST and ends is not None and ends[1] <= AS_GOOD:
-        return True, f"as good, and cheaper: {said}"
-    return False, f"not shown to be better than the current method: {said}; more minutes may tell"
+        return True, f"better: {comparison}"
+    if pair["cost_difference"] < -SAME_COST and ends is not None and ends[1] <= EQUALLY_GOOD:
+        return True, f"as good, and cheaper: {comparison}"
+    return False, f"not shown to be better than the current method: {comparison}; more minutes may tell"

@@ -8,7 +8,7 @@ from ragblend.kvstore.errors import UsageError
 
 ALL_METHODS = "all"
 EXACT = ("full", "exact", "prefix", "recompute")  # methods that compute full prefill in one way or another
-AT = "@"  # in --compare, between a method and its ratio
+RATIO_SIGN = "@"  # in --compare, between a method and its ratio
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def parse_variants(
     return tuple(dict.fromkeys(found))
 
 
-def with_all(methods: str, known: dict[str, Any]) -> str:
+def expand_all(methods: str, known: dict[str, Any]) -> str:
     """Replace `all` in a list of methods by every policy that can differ from full prefill, and `full`."""
     names = [name for name, policy in known.items() if name not in EXACT and not policy.uses_tree]
     every = ",".join(["full", *names])
@@ -57,7 +57,7 @@ def with_all(methods: str, known: dict[str, Any]) -> str:
 
 
 def split_methods(methods: str) -> list[str]:
-    """Split a list of methods; items such as `shares=3/1` are parameters of the method before, which has a colon."""
+    """Split a list of methods. An item like `shares=3/1` is a parameter of the previous method, which has a colon."""
     names: list[str] = []
     for item in _items(methods, "--methods"):
         if names and ":" in names[-1] and "=" in item and ":" not in item:
@@ -122,15 +122,15 @@ Pair = tuple[Variant, Variant]
 
 
 def parse_pairs(texts: Sequence[str], variants: Sequence[Variant]) -> tuple[Pair, ...]:
-    """Parse pairs of methods, `A,B`; a ratio can be given, `A@0.05`, else all ratios of the run are meant.
+    """Parse pairs of methods, `A,B`. A ratio can be given, as in `A@0.05`; without it all ratios of the run are meant.
 
-    Unless both ratios are given, the two are compared at equal ratios; a method without a ratio, with every one.
-    Raises UsageError if the run has no such variants.
+    Unless both ratios are given, two methods are compared at equal ratios, and a method that takes no ratio is compared
+    with the other at every ratio. Raises UsageError if the run has no such variants.
     """
     found: dict[Pair, None] = {}
     for text in texts:
         first, second = _sides(text, variants)
-        both = text.count(AT) > 1
+        both = text.count(RATIO_SIGN) > 1
         two = [(a, b) for a in first for b in second if a != b]
         pairs = [(a, b) for a, b in two if both or None in (a.ratio, b.ratio) or a.ratio == b.ratio]
         if not pairs:
@@ -148,14 +148,15 @@ def _sides(text: str, variants: Sequence[Variant]) -> tuple[list[Variant], list[
         first, second = (_named(side.strip(), variants) for side in (text[:comma], text[comma + 1 :]))
         if first and second:
             return first, second
-    there = ", ".join(str(each).replace(" ", AT) for each in variants)
+    known = ", ".join(str(each).replace(" ", RATIO_SIGN) for each in variants)
     raise UsageError(
-        f"--compare {text!r}: give two methods of this run as A,B or A{AT}RATIO,B{AT}RATIO; there are {there}"
+        f"--compare {text!r}: give two methods of this run as A,B or A{RATIO_SIGN}RATIO,B{RATIO_SIGN}RATIO; there are "
+        f"{known}"
     )
 
 
 def _named(side: str, variants: Sequence[Variant]) -> list[Variant]:
-    method, at, ratio = side.rpartition(AT)
+    method, at, ratio = side.rpartition(RATIO_SIGN)
     if not at:
         return [each for each in variants if each.method == side]
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure_citations import labelled, rates
+from benchmarks.measure_citations import load_answers, score
 from ragblend.app import samples
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import Citation, Mark, cite, with_marks
@@ -546,7 +546,7 @@ def test_an_answer_of_many_clauses_is_compared_in_bounded_work():
 
 def test_citations_of_real_answers_are_precise_and_few_are_missed():
     """Labelled by hand: 264 sentences of three models' answers."""
-    sentences, _, precision, recall = rates(labelled())
+    sentences, _, precision, recall = score(load_answers())
     assert sentences == 264 and precision >= 0.95 and recall >= 0.85
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from benchmarks.measure_load import DOCUMENTS, PAGE, RECORDED, RequestTrace, arrivals, page_with, throughput
+from benchmarks.measure_load import DOCUMENTS, PAGE, RECORDED, RequestTrace, arrivals, render_page, throughput
 
 
 def test_the_document_shows_the_recorded_figures():
-    assert page_with(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
+    assert render_page(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
 
 
 def test_the_throughput_is_where_the_mean_crosses_the_slo():

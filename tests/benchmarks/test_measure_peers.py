@@ -43,7 +43,7 @@ def test_programs_have_their_own_threads_are_stopped_while_idle_and_named_when_t
     program.write_text(PROGRAM)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.chdir(tmp_path)
-    with peers.started("vllm", str(program), tmp_path / "plan.json") as ask:
+    with peers.start_program("vllm", str(program), tmp_path / "plan.json") as ask:
         process = psutil.Process(int((tmp_path / "process").read_text()))
         assert ask(1) == [""], "not as this package has its own threads wait"
         until(lambda: process.status() == psutil.STATUS_STOPPED)

@@ -4,11 +4,11 @@ import itertools
 import json
 
 from benchmarks import measure_speed
-from benchmarks.measure_speed import PAGE, RECORDED, Phases, page_with
+from benchmarks.measure_speed import PAGE, RECORDED, Phases, render_page
 
 
 def test_the_document_shows_the_recorded_figures():
-    assert page_with(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
+    assert render_page(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
 
 
 def test_nested_phases_are_not_counted_twice(monkeypatch):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.method_pictures import RecordedRun, RowState, states, watched
+from benchmarks.method_pictures import RecordedRun, RowState, recording, row_states
 from ragblend.engine.plan import Span, TokenKind, make_plan
 from ragblend.engine.selection import METHODS
 from ragblend.measuring import quality
-from ragblend.measuring.prefilling import stored
+from ragblend.measuring.prefilling import temporarily_stored
 
 LAYERS = 4
 STORED = object()  # a plan asks only whether there is stored KV
@@ -27,7 +27,7 @@ def letters():
     def drawn(method, steps, probed=()):
         each = [(layer, torch.tensor(sorted([*always, *rows]))) for layer, rows in steps]
         seen = RecordedRun(plan, each, [torch.tensor(rows) for rows in probed])
-        found = states(seen, METHODS[method]).tolist()
+        found = row_states(seen, METHODS[method]).tolist()
         return ["".join(RowState(state).name[0] for state in row) for row in found]
 
     return drawn
@@ -58,13 +58,13 @@ def test_rows_are_drawn_as_they_were_obtained(letters, method, steps, probed, dr
 
 @pytest.fixture
 def prompt(shared_engine, questions):
-    with stored(shared_engine, questions[0].passages):
+    with temporarily_stored(shared_engine, questions[0].passages):
         yield quality.build_prompt(shared_engine, questions[0], 5)
 
 
 @pytest.mark.parametrize("method", [name for name, policy in METHODS.items() if policy.fixed_ratio is None])
 def test_recorded_shares_equal_the_reports(shared_engine, prompt, method) -> None:
-    policy, seen = watched(METHODS[method])
+    policy, seen = recording(METHODS[method])
     through = shared_engine.prefill(prompt, method=policy, ratio=0.4)
     plainly = shared_engine.prefill(prompt, method=method, ratio=0.4)
     assert torch.equal(through.logits, plainly.logits)  # watching changes nothing

@@ -22,7 +22,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.schema import TextNode
 from waiting import SOON_S
 
-from benchmarks.reused_tokens import results_of, watched
+from benchmarks.reused_tokens import record_answers, results_of
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Message
@@ -165,7 +165,7 @@ def told(item: Any) -> tuple[Any, Any] | None:
 
 def result_of(kind: Kind, model: Any, text: str = QUESTION, way: str = "whole", **options: Any) -> Any:
     """The engine's result of a call."""
-    with watched() as answers:
+    with record_answers() as answers:
         kind.ask(model, way, text, **options)
     [result] = results_of(answers)
     return result
@@ -184,7 +184,7 @@ def test_every_way_gives_the_engines_own_answer_and_tells_of_it_once(kind, make,
     engine = model.backend.engine
     prompt = kind.prompt(engine, kind.text(QUESTION))
     expected = engine.generate(prompt, max_new_tokens=8)
-    with watched() as answers:
+    with record_answers() as answers:
         items = kind.ask(model, way)
     [result] = results_of(answers)
     pieces = [piece(item) for item in items]

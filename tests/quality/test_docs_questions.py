@@ -13,7 +13,7 @@ from ragblend.app.quality.sources import (
     sample_documents,
 )
 from ragblend.kvstore.errors import UsageError
-from ragblend.measuring.docs_questions import ASKED, BLANK, make_questions
+from ragblend.measuring.docs_questions import ANSWER_GAP, NAME_GAP, make_questions
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_answers_are_in_the_passages_and_not_in_the_question(documents) -> None:
         assert len(question.passages) == len(set(question.passages)) == 6
         assert any(answer in " ".join(passage.split()) for passage in question.passages)
         assert not re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question.text)
-        assert ASKED in question.text
+        assert ANSWER_GAP in question.text
     assert {question.task for question in questions} == {"docs cloze", "docs two-hop"}
 
 
@@ -45,7 +45,7 @@ def test_a_two_hop_question_needs_the_name_that_two_passages_share() -> None:
     hops = [question for question in questions if question.task == "docs two-hop"]
     assert len(hops) == 10
     for question in hops:
-        assert question.text.count(BLANK) == 3  # the explanation, and one in either sentence
+        assert question.text.count(NAME_GAP) == 3  # the explanation, and one in either sentence
         assert "Marit" not in question.text
         assert set(question.passages) == {first, second}
         assert not re.search(rf"\b{question.required[0]}\b", question.text)

@@ -13,7 +13,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.measuring import metrics
 from ragblend.measuring.data import Question
 from ragblend.measuring.figure_questions import PASSAGES, QUESTIONS_A_SET, figure_questions
-from ragblend.measuring.prefilling import continued, timed_prefill
+from ragblend.measuring.prefilling import continue_prefill, timed_prefill
 from ragblend.measuring.quality import build_prompt
 from ragblend.measuring.variants import Variant
 
@@ -116,14 +116,14 @@ def test_a_continued_reference_is_full_prefill(engine, questions):
     short = [replace(each, passages=each.passages[:2]) for each in questions]
     first, second = (build_prompt(engine, each, 8) for each in short[:2])
     whole = timed_prefill(engine, second, Variant("full")).prefilled
-    going_on = continued(engine, timed_prefill(engine, first, Variant("full")), second)
+    going_on = continue_prefill(engine, timed_prefill(engine, first, Variant("full")), second)
     assert going_on is not None
     assert (going_on.prefilled.logits - whole.logits).abs().max() < 1e-4
     answer = [3, 4, 5]
     found, expected = (engine.continue_logits(each, answer) for each in (going_on.prefilled, whole))
     assert (found - expected).abs().max() < 1e-4
     other_order = build_prompt(engine, short[QUESTIONS_A_SET], 8)
-    assert continued(engine, going_on, other_order) is None
+    assert continue_prefill(engine, going_on, other_order) is None
 
 
 def test_a_model_without_right_figures_is_an_error(bench):

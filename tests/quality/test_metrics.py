@@ -82,7 +82,7 @@ def test_rouge_l_by_hand(answer, gold, value) -> None:
     ],
 )
 def test_required_strings_are_found_as_whole_words(answer, required, share) -> None:
-    assert metrics.found(answer, required) == share
+    assert metrics.found_share(answer, required) == share
 
 
 def test_kl_by_hand() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ragblend.engine.selection import METHODS
 from ragblend.measuring import quality
-from ragblend.measuring.prefilling import BenchError, stored, timed_prefill
+from ragblend.measuring.prefilling import BenchError, temporarily_stored, timed_prefill
 from ragblend.measuring.records import Journal, run_digest
 from ragblend.measuring.summary import summarise
 from ragblend.measuring.variants import Variant
@@ -59,12 +59,12 @@ def test_the_shortcut_for_equal_answers_equals_decoding(engine, questions) -> No
     question = questions[0]
     prompt = quality.build_prompt(engine, question, 8)
     engine.encode(list(question.passages))
-    reference = quality.full_outcome(engine, prompt, 8)
+    reference = quality.reference_outcome(engine, prompt, 8)
     seen = set()
     for variant in (Variant("reuse"), Variant("epic", 0.2), Variant("random", 1.0)):
         timed = timed_prefill(engine, prompt, variant)
         logits = quality.teacher_logits(engine, timed.prefilled, reference.answer)
-        agrees = quality.takes_every_step(logits, reference.answer)
+        agrees = quality.would_give_answer(logits, reference.answer)
         decoded = engine.decode(timed.prefilled, max_new_tokens=8, temperature=0.0)
         assert agrees == (decoded.token_ids == reference.answer.token_ids)
         seen.add(agrees)
@@ -76,7 +76,7 @@ def test_teacher_forced_logits_equal_a_plain_forwards(engine, questions) -> None
     from transformers import AutoModelForCausalLM
 
     prompt = quality.build_prompt(engine, questions[0], 6)
-    reference = quality.full_outcome(engine, prompt, 6)
+    reference = quality.reference_outcome(engine, prompt, 6)
     model = AutoModelForCausalLM.from_pretrained(engine.model_name, dtype=torch.float32)
     ids = [*prompt.token_ids, *reference.answer.token_ids]
     with torch.inference_mode():
@@ -119,11 +119,11 @@ def test_kv_of_another_codec_is_encoded_again(engine, model_folder, home, questi
     raw = codec_of(engine, key, text)
     how = {"device": "cpu", "dtype": "float32", "collection": "bench", "kv_codec": "int8"}
     type(engine).open(model=str(model_folder), home=home, **how)
-    with stored(engine, questions[0].passages) as keys:
+    with temporarily_stored(engine, questions[0].passages) as keys:
         codecs = [codec_of(engine, *each) for each in zip(keys, questions[0].passages, strict=True)]
         with monkeypatch.context() as patch:  # what is stored as it should be is left alone
             patch.setattr(type(engine.store), "delete", lambda *_: pytest.fail("encoded once more"))
-            with stored(engine, questions[0].passages):
+            with temporarily_stored(engine, questions[0].passages):
                 pass
     assert (raw, codecs) == ("raw", ["int8"] * 3)
     assert list(engine.store.keys()) == [key]  # as before the block, and packed as the engine packs now

@@ -153,7 +153,7 @@ def test_the_report_is_self_contained_and_escapes_text(records, summary, questio
     assert page.text.count(EVIL) >= 4
     assert "<td><script>alert(1)</script>" in page.text
     assert [each[:30] for each in page.sources] == ["data:image/png;base64,iVBORw0K"]
-    assert "5 prompts settle nothing" in page.text
+    assert "5 prompts are too few to compare methods" in page.text
     assert "1 records were left out" in page.text
     assert "0.33" in page.text  # cacheblend against random
 

@@ -63,7 +63,7 @@ def test_memory_cases_read_no_disk_and_disk_cases_do(engine, monkeypatch) -> Non
 
 def test_parts_are_medians_and_compute_is_the_rest() -> None:
     timings = [Timings(stall_ms=s, move_ms=2, select_ms=1, first_token_ms=3, load_ms=50) for s in (1, 2, 90)]
-    parts = ttft.where_ms(list(zip([20, 21, 100], timings, strict=True)))
+    parts = ttft.part_medians_ms(list(zip([20, 21, 100], timings, strict=True)))
     assert parts == {"stall": 2, "move": 2, "select": 1, "compute": 13, "first_token": 3}
 
 
@@ -77,7 +77,7 @@ def test_too_many_chunks_for_the_window_are_refused(engine) -> None:
 def test_peak_memory_is_measured_in_a_child_process(engine, model_folder, home) -> None:
     how = {"device": "cpu", "dtype": "float32", "collection": "bench"}
     opened = how | {"model": str(model_folder), "home": str(home)}
-    with ttft.encoded(engine, cut_texts(engine, SOURCE, 4, 400)) as stored:
+    with ttft.encoded_prompt(engine, cut_texts(engine, SOURCE, 4, 400)) as stored:
         reuse = opened, stored.prompt, Variant("reuse")
         peak = peak_bytes(*reuse)
     if peak is None:

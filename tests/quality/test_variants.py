@@ -6,11 +6,11 @@ from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 from ragblend.kvstore.errors import UsageError
 from ragblend.measuring.variants import (
     Variant,
+    expand_all,
     parse_choices,
     parse_counts,
     parse_pairs,
     parse_variants,
-    with_all,
 )
 
 A5, A15, B5, B15 = (Variant(name, ratio) for name in "ab" for ratio in (0.05, 0.15))
@@ -50,7 +50,7 @@ def test_pairs_that_cannot_be_compared_are_refused(texts, said) -> None:
 
 
 def variants(methods):
-    return parse_variants(with_all(methods, METHODS), "0.1", METHODS, WITHOUT_RATIO)
+    return parse_variants(expand_all(methods, METHODS), "0.1", METHODS, WITHOUT_RATIO)
 
 
 def test_all_is_every_policy_that_can_differ_and_can_be_part_of_a_list() -> None:

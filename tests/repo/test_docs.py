@@ -143,36 +143,36 @@ def test_figures_are_those_that_were_recorded() -> None:
     """After `benchmarks/recorded.json` or `programs.json` changes: `python -m benchmarks.results`."""
     runs = json.loads(results.RECORDED.read_text(encoding="utf-8"))
     assert results.RESULTS.read_text(encoding="utf-8") == results.results_page(runs)
-    assert results.with_table(README, runs) == README
+    assert results.render_readme(README, runs) == README
     assert "`probe-shift`" in results.readme_table(runs)
     programs = json.loads(results.PROGRAMS.read_text(encoding="utf-8"))
     adapters = results.FRAMEWORKS.read_text(encoding="utf-8")
-    assert results.with_programs(adapters, programs) == adapters
+    assert results.render_programs(adapters, programs) == adapters
     assert all(row["found"] >= row["retrieved"] / 2 for rows in programs.values() for row in rows)
     assert sum(map(len, programs.values())) == 26  # those of benchmarks/programs_*.py
 
 
 def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:
     with pytest.raises(ValueError, match="must name one of"):
-        results.taken(tmp_path, "t", "c", "s")
+        results.read_run(tmp_path, "t", "c", "s")
     with pytest.raises(FileNotFoundError, match=r"holds no quality\.json"):
-        results.taken(tmp_path, "t", "ragblend bench quality", "s")
+        results.read_run(tmp_path, "t", "ragblend bench quality", "s")
     at = {"gpu": None, "cpu": "Abacus", "cpu_cores": 2, "dtype": "bfloat16", "torch": "2"}
     few = {"figures_n": 1, "figures_kept": 1.0, "read_again": 0.0}  # one answer with a figure says nothing
     row = {"method": "reuse", "ratio": None, "kl": 0.12345, "kl_ci": [0.1, 0.2], "nobody": "asks"} | few
     report = {"environment": at, "rows": [row], "settings": {"questions": 6}}
     (tmp_path / "quality.json").write_text(json.dumps(report))
     (tmp_path / "ttft.json").write_text("another bench's")
-    run = results.taken(tmp_path, "Abacus", "ragblend bench quality", "Slow.")
+    run = results.read_run(tmp_path, "Abacus", "ragblend bench quality", "Slow.")
     assert run["rows"] == [{"method": "reuse", "kl": 0.1235, "kl_ci": [0.1, 0.2]}]
     assert "6 questions. Abacus, 2 cores" in results.section(run)
     assert "| `reuse` | 0.123 | 0.100 to 0.200 |" in results.section(run)
-    assert json.loads(results.dumped([run], 3)) == [run]
+    assert json.loads(results.to_json([run], 3)) == [run]
     long = run | {"command": f"bench --methods {','.join(['reuse'] * 40)} --limit 3"}
     assert "`bench --methods METHODS --limit 3`" in results.section(long)
     others = [{"title": "Before"}, {"title": "Abacus"}, {"title": "Behind"}]
-    assert results.added(others, run) == [others[0], run, others[2]]
-    assert results.added(others[:1], run) == [others[0], run]
+    assert results.with_run(others, run) == [others[0], run, others[2]]
+    assert results.with_run(others[:1], run) == [others[0], run]
 
 
 def test_models_share_a_table_of_times() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("langchain_classic", reason="langchain-classic (the dev extr
 from chains import CHAT_CHAINS, TEXT_CHAINS
 from programs import assert_all_is_reused
 
-from benchmarks.reused_tokens import watched
+from benchmarks.reused_tokens import record_answers
 from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM, encode_documents
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_a_stock_chain_reuses_its_documents(model, name, retriever, documents):
     """In a task for the text model, and for every other chain of the chat model."""
     chains = CHAT_CHAINS if isinstance(model, ChatRAGBlend) else TEXT_CHAINS
     chain = chains[name](model, retriever)
-    with watched() as answers:
+    with record_answers() as answers:
         if chains is TEXT_CHAINS or list(chains).index(name) % 2:
             asyncio.run(chain.ainvoke(QUESTION))
         else:

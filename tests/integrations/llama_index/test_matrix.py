@@ -16,7 +16,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from programs import assert_all_is_reused
 
-from benchmarks.reused_tokens import results_of, watched
+from benchmarks.reused_tokens import record_answers, results_of
 from ragblend.integrations.llama_index import RAGBlendLLM, RAGBlendSynthesizer, encode_index
 from ragblend.integrations.llama_index.nodes import passage_of
 
@@ -114,7 +114,7 @@ def assert_all_reused(llm, answers):
 
 @pytest.mark.parametrize(("kind", "mode", "style"), CELLS)
 def test_query_engines_reuse_every_passage(llm, index, kind, mode, style):
-    with watched() as answers:
+    with record_answers() as answers:
         text, sources = query(query_engine(kind, index, llm, mode, "stream" in style), style)
     results = assert_all_reused(llm, answers)
     assert len({source.node.node_id for source in sources}) == 3
@@ -152,7 +152,7 @@ def chat(engine, style):
 )
 def test_chat_engines_reuse_every_passage(llm, index, mode, calls, style):
     engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3, memory=memory())
-    with watched() as answers:
+    with record_answers() as answers:
         text = chat(engine, style)
     results = assert_all_reused(llm, answers)
     assert len(results) == calls and text.strip() == results[-1].text.strip()
@@ -160,18 +160,18 @@ def test_chat_engines_reuse_every_passage(llm, index, mode, calls, style):
 
 @pytest.mark.parametrize("style", ["sync", "async stream"])
 def test_a_chat_without_retrieval_reuses_pasted_passages(llm, index, style):
-    with watched() as answers:
+    with record_answers() as answers:
         text = chat(SimpleChatEngine.from_defaults(llm=llm, memory=memory()), style)
     [result] = results_of(answers)
     assert result.prompt.chunks == [] and text.strip() == result.text.strip()
-    with watched() as answers:
+    with record_answers() as answers:
         SimpleChatEngine.from_defaults(llm=llm, memory=memory()).chat("\n\n".join([*TEXTS, QUESTION]))
     assert_all_reused(llm, answers)
 
 
 def test_the_stock_simple_summarize_shows_the_model_a_list(llm, index):
     """LlamaIndex's #22392: escaped newlines, so no node is found with its metadata. Once fixed, drop our mode."""
-    with watched() as answers:
+    with record_answers() as answers:
         query(query_engine("index.as_query_engine", index, llm, "simple_summarize", False), "sync")
     [result] = results_of(answers)
     assert not any(chunk.text in TEXTS for chunk in result.prompt.chunks)
