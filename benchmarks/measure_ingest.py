@@ -41,15 +41,14 @@ def main(
     rows = list[tuple[float, ...]]()
     for each in ids[1:]:
         forward = clock_and_cpu_s(partial(run_forward, each))
-        encoded = clock_and_cpu_s(
-            partial(next, encoding)
-        )  # a chunk is written while the next one is computed
+        # A chunk is written while the next one is computed.
+        encoded = clock_and_cpu_s(partial(next, encoding))
         shares = (forward[0] / encoded[0], forward[1] / encoded[1])
         rows.append((*shares, len(each) / forward[0], len(each) / encoded[0]))
     engine.forget(names)
     by_clock, by_cpu, alone, stored = medians(rows)
-    shares = f"{by_clock:.1%} of the model's own rate (processor time {by_cpu:.1%})"
-    print(f"{shares}: {stored:.0f} of {alone:.0f} tokens/s")
+    summary = f"{by_clock:.1%} of the model's own rate (processor time {by_cpu:.1%})"
+    print(f"{summary}: {stored:.0f} of {alone:.0f} tokens/s")
 
 
 if __name__ == "__main__":

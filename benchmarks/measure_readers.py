@@ -40,9 +40,8 @@ from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
 PARSER_TIMEOUT_S = 60.0
-FORM_OR_REMARK = re.compile(
-    r"^[^:\n]{1,200}: .*$", re.MULTILINE
-)  # only we read a PDF's form values and remarks
+# A PDF's form value or remark, which pdfminer does not read.
+FORM_OR_REMARK = re.compile(r"^[^:\n]{1,200}: .*$", re.MULTILINE)
 VERDICTS = ("complete", "partly", "refused", "wrong")
 COMPLETE_SHARE = 0.99
 PAGE_CHARACTERS = 3000

@@ -48,10 +48,8 @@ WARM_UP_S = 60.0  # all streams run so long before idle resources are taken for 
 UNREAD_S = 90.0
 IDLE_S = 0.3  # a pause without requests, in which the server encodes passages
 QUIET_S = 20.0  # a pause in which background work ends
-EARLY, LATE = (
-    (0.2, 0.3),
-    (0.9, 1.0),
-)  # parts of the run that are compared; of ten minutes, the third and the last
+# The parts of the run that are compared; of ten minutes, the third and the last.
+EARLY, LATE = (0.2, 0.3), (0.9, 1.0)
 Json = dict[str, Any]
 FULL: Json = {"method": "full", "learn_from_prompts": False}
 EXACT: Json = {"method": "exact"}
@@ -148,31 +146,29 @@ class Soak:
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
         shared = [self.texts.passage(SENTENCES) for _ in users]  # each is in two keys' prompts
         self.passages = {name: (shared[at], shared[at - 1]) for at, name in enumerate(users)}
-        self.expected: dict[
-            tuple[str, bool, bool], str
-        ] = {}  # by key, whether the second passage is first, and is FULL
-        # Tokens of each prompt; of the fused ones (True), and of those along exact paths
+        # Answers by key, whether the passages are swapped, and whether the method is FULL (else EXACT).
+        self.expected: dict[tuple[str, bool, bool], str] = {}
+        # Reused tokens of each prompt, by key and whether the method is FUSED (else EXACT).
         self.reused: dict[tuple[str, bool], list[int]] = {
-            (name, method): [] for name in users for method in (True, False)
+            (name, is_fused): [] for name in users for is_fused in (True, False)
         }
 
     async def run(self, seconds: float) -> tuple[list[Json], list[Json]]:
-        """Samples of the server process every second after the first minute; and idle ones before and after."""
+        """The server's resources in every second after the first minute, and while idle before and after these."""
         process = psutil.Process(self.server.pid)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
             while not is_settled(self.server.home):
                 await self._ask(client, self.users[0], self.texts.question(), FULL)
                 await asyncio.sleep(QUIET_S)
-            for (
-                name
-            ) in self.users:  # the server learns the passages, and tokenizes each separately from then on
+            # The server learns the passages, and tokenizes each one separately from then on.
+            for name in self.users:
                 for _ in range(REPEATS_TO_LEARN):
                     await self._ask(client, name, self._varied_prompt(name, self.texts.draw))
             await asyncio.sleep(QUIET_S)
             for name, swapped, method in itertools.product(self.users, (False, True), (FULL, EXACT)):
-                said = await self._ask(client, name, self._prompt(name, swapped), method)
-                self.expected[name, swapped, method is FULL] = said
+                answer = await self._ask(client, name, self._prompt(name, swapped), method)
+                self.expected[name, swapped, method is FULL] = answer
             at_rest, rows = list[Json](), list[Json]()
             for lasts in (WARM_UP_S, seconds):
                 rows = await self._run_clients(client, process, lasts)
@@ -198,19 +194,17 @@ class Soak:
         draw = random.Random(f"{name} {end}")
         while time.monotonic() < end:
             turn, is_cancelled, swapped = turn + 1, draw.random() < 1 / CANCEL_ONE_IN, draw.random() < 0.5
-            cancel_after, method = (
-                draw.randrange(TOKENS) if is_cancelled else None,
-                METHODS[turn % len(METHODS)],
-            )
+            cancel_after = draw.randrange(TOKENS) if is_cancelled else None
+            method = METHODS[turn % len(METHODS)]
             text = self._varied_prompt(name, draw) if method is FUSED else self._prompt(name, swapped)
             try:
-                said = await self._ask(client, name, text, method, cancel_after)
+                answer = await self._ask(client, name, text, method, cancel_after)
                 right = self.expected[name, swapped, method is FULL]
-                is_right = method is FUSED or (right.startswith(said) if is_cancelled else said == right)
+                is_right = method is FUSED or (right.startswith(answer) if is_cancelled else answer == right)
                 self.counts["left" if is_cancelled else "whole"] += 1
                 if not is_right:
                     self.counts["wrong"] += 1
-                    print(f"{name}, {method}: {said!r}, not {right!r}", file=sys.stderr)
+                    print(f"{name}, {method}: {answer!r}, not {right!r}", file=sys.stderr)
             except (httpx.HTTPError, ValueError) as error:
                 print(f"{name}: {error!r}", file=sys.stderr)
                 self.counts["failed"] += 1
@@ -232,8 +226,8 @@ class Soak:
         cancel_after: int | None = None,
     ) -> str:
         """The answer, or its first pieces if it is cancelled. Raises ValueError for a stream without a proper end."""
-        said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-        body = self.server.body(text, messages=said, max_tokens=TOKENS, stream=True, **method)
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        body = self.server.body(text, messages=messages, max_tokens=TOKENS, stream=True, **method)
         pieces: list[str] = []
         async with client.stream(
             "POST",

@@ -58,12 +58,14 @@ def main() -> int:
     option("--home", type=Path, required=True, help="a RAGBlend home; the model is converted there")
     option("--model", default="default", help="as in `ragblend --model`")
     option("--data", type=Path, help="questions as `ragblend bench quality` reads; `agree` has its own")
-    option("--passages", type=int, default=6, help="in a prompt")
-    option("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
-    option("--limit", type=int, default=20, help="prompts")
-    option("--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first")
+    option("--passages", type=int, default=6, help="passages in a prompt")
+    option("--tokens", type=int, default=512, help="tokens of a passage; longer ones are cut")
+    option("--limit", type=int, default=20, help="how many prompts")
+    option(
+        "--ratios", type=float, nargs="+", default=[0.15], help="ratios of the method; `agree` uses the first"
+    )
     option("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both engines")
-    option("--json", type=Path, help="where the figures go")
+    option("--json", type=Path, help="the JSON file to write")
     options = parser.parse_args(own.split())
     if options.data is None and options.what == "speed":
         parser.error("--data: `speed` needs questions")
@@ -144,8 +146,12 @@ def run_server(
     command += ["--served-model-name", "m", "--max-logprobs", "-1"]
     if connected:
         extra = {"home": str(options.home.resolve()), "ratio": options.ratios[0]}
-        said = {"kv_connector": "RAGBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        command += ["--kv-transfer-config", json.dumps(said)]
+        connector = {
+            "kv_connector": "RAGBlendConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        command += ["--kv-transfer-config", json.dumps(connector)]
     log = options.home / f"vllm-{'with' if connected else 'without'}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -300,16 +306,16 @@ def agree(options: argparse.Namespace, engine: Any, questions: list[Any], more: 
     found: dict[str, list[Any]] = {"fused": [], "recompute": [], "vllm": []}
     gold = [question.answers for question in questions]
     figures: dict[str, Any] = {}
-    said = {"fused": None, "recompute": {"method": "recompute"}, "vllm": {"off": True}}
+    parameters = {"fused": None, "recompute": {"method": "recompute"}, "vllm": {"off": True}}
     # Each prompt is sent twice. With prefix caching the second would reuse the fused blocks, and compute the last one,
     # which is not full.
     more = [*more, "--no-enable-prefix-caching"]
     with run_server(options, folder, True, more) as server, server.awake() as url:
         for prompt in prompts:
-            for name, params in said.items():
+            for name, params in parameters.items():
                 how: dict[str, Any] = {"kv_transfer_params": params} if params else {}
-                told = {"max_tokens": 1, "logprobs": -1, "return_tokens_as_token_ids": True}
-                [first] = ask(url, prompt.token_ids, **told, **how)["logprobs"]["top_logprobs"]
+                first_token = {"max_tokens": 1, "logprobs": -1, "return_tokens_as_token_ids": True}
+                [first] = ask(url, prompt.token_ids, **first_token, **how)["logprobs"]["top_logprobs"]
                 by_id = {int(token.split(":")[1]): value for token, value in first.items()}
                 found[name].append((by_id, ask(url, prompt.token_ids, **how)["text"]))
             figures = agreement(found | by_engine, gold, len(found["vllm"]))
@@ -369,10 +375,10 @@ class Observation:
 
 def _observe(url: str, prompt: Any, salt: str, encode: bool) -> Observation:
     params, begun = {"spans": prompt.places, "encode": encode}, time.perf_counter()
-    said = {"max_tokens": 2, "cache_salt": salt, "kv_transfer_params": params}
-    with open_answer(url, prompt.token_ids, **said) as answer:
-        told = (json.load(answer).get("kv_transfer_params") or {}).get("ragblend") or {}
-    return Observation(time.perf_counter() - begun, told.get("hits", 0))
+    parameters = {"max_tokens": 2, "cache_salt": salt, "kv_transfer_params": params}
+    with open_answer(url, prompt.token_ids, **parameters) as answer:
+        report = (json.load(answer).get("kv_transfer_params") or {}).get("ragblend") or {}
+    return Observation(time.perf_counter() - begun, report.get("hits", 0))
 
 
 def agreement(by_engine: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:

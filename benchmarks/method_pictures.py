@@ -128,10 +128,8 @@ def recording(policy: Policy) -> tuple[Policy, RecordedRun]:
 
     def rows(self: Policy, plan: Plan, *more: Any) -> Tensor:
         found: Tensor = type(policy).rows(self, plan, *more)
-        run_record.plan, run_record.steps = (
-            plan,
-            [(0, found.cpu())],
-        )  # a request that lost a chunk begins again
+        # Starts a new record: a request that lost a chunk begins again.
+        run_record.plan, run_record.steps = plan, [(0, found.cpu())]
         return found
 
     def narrow(self: Policy, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:

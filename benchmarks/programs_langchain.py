@@ -52,7 +52,7 @@ FROM_CONTEXT = ChatPromptTemplate.from_template(
 
 
 class LangChainRetrieved(BaseCallbackHandler):
-    """Records retrieved texts: those of retrievers if there are any, else those of the vector store."""
+    """Records retrieved texts. `texts` are those of retrievers, or of the vector store if no retriever ran."""
 
     by_retrievers: list[str]
     by_store: list[str]
@@ -127,10 +127,10 @@ def from_messages(system: str) -> ChatPromptTemplate:
     )
 
 
-def piped(
+def pipeline_asker(
     retriever: Any, llm: Any, library: LangChainDocuments, prompt: ChatPromptTemplate = FROM_CONTEXT
 ) -> Ask:
-    """A retriever, a prompt and a model in a chain, for retrievers whose documentation ends at `invoke`."""
+    """Ask a chain of retriever, prompt and model; for retrievers whose documentation ends at `invoke`."""
     chain = (
         {"context": retriever | joined, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
     )
@@ -138,7 +138,7 @@ def piped(
 
 
 def as_chain(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
-    return piped(library.store().as_retriever(), llm, library, QUESTION_FIRST)
+    return pipeline_asker(library.store().as_retriever(), llm, library, QUESTION_FIRST)
 
 
 class GraphState(TypedDict, total=False):
@@ -162,7 +162,7 @@ def as_graph(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     return lambda question: graph.invoke({"question": question}, library.config)["answer"]
 
 
-def last_text(agent: Any, library: LangChainDocuments) -> Ask:
+def agent_asker(agent: Any, library: LangChainDocuments) -> Ask:
     def ask(question: str) -> str:
         asked = {"messages": [{"role": "user", "content": question}]}
         steps = [*agent.stream(asked, library.config, stream_mode="values")]
@@ -181,18 +181,18 @@ def as_middleware(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
             f"You help with questions about the archive. Use this context for your answer:\n\n{joined(found)}"
         )
 
-    return last_text(create_agent(llm, tools=[], middleware=[with_context]), library)
+    return agent_asker(create_agent(llm, tools=[], middleware=[with_context]), library)
 
 
-class WithContext(AgentState):
+class StateWithContext(AgentState):
     context: list[Document]
 
 
 def as_middleware_with_sources(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     store = library.store()
 
-    class Retrieving(AgentMiddleware[WithContext]):
-        state_schema = WithContext
+    class Retrieving(AgentMiddleware[StateWithContext]):
+        state_schema = StateWithContext
 
         def before_model(self, state: Any, runtime: Any = None) -> dict[str, Any]:
             last = state["messages"][-1]
@@ -200,7 +200,7 @@ def as_middleware_with_sources(llm: BaseChatModel, library: LangChainDocuments) 
             content = f"{last.text}\n\nAnswer the question from this context:\n{joined(found)}"
             return {"messages": [last.model_copy(update={"content": content})], "context": found}
 
-    return last_text(create_agent(llm, tools=[], middleware=[Retrieving()]), library)
+    return agent_asker(create_agent(llm, tools=[], middleware=[Retrieving()]), library)
 
 
 def as_conversation(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
@@ -233,7 +233,7 @@ def as_parents(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
         parent_splitter=RecursiveCharacterTextSplitter(chunk_size=2 * library.chunk, chunk_overlap=0),
     )
     retriever.add_documents(list(library.documents))
-    return piped(retriever, llm, library)
+    return pipeline_asker(retriever, llm, library)
 
 
 class ByWords(BaseRetriever):
@@ -258,34 +258,34 @@ def as_ensemble(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
         retrievers=[ByWords(documents=documents), store.as_retriever(search_kwargs={"k": 2})],
         weights=[0.5, 0.5],
     )
-    return piped(retriever, llm, library)
+    return pipeline_asker(retriever, llm, library)
 
 
 def as_compression(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     retriever = ContextualCompressionRetriever(
         base_compressor=LLMChainExtractor.from_llm(llm), base_retriever=library.store().as_retriever()
     )
-    return piped(retriever, llm, library)
+    return pipeline_asker(retriever, llm, library)
 
 
 def as_multi_query(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
-    return piped(
+    return pipeline_asker(
         MultiQueryRetriever.from_llm(retriever=library.store().as_retriever(), llm=llm), llm, library
     )
 
 
-OF_THE_MODEL = (
+COPIED_FIELDS = (
     *("model", "home", "collection", "device", "dtype", "method", "max_tokens"),
     *("learn_from_prompts", "register_retrieved"),
 )
 
 
-class Deciding(ChatRAGBlend):
+class ScriptedModel(ChatRAGBlend):
     """Calls the search tool first and grades every document relevant, as a larger model would in that format."""
 
     @classmethod
-    def of(cls, llm: BaseChatModel) -> "Deciding":
-        return cls(**{name: getattr(llm, name) for name in OF_THE_MODEL})
+    def of(cls, llm: BaseChatModel) -> "ScriptedModel":
+        return cls(**{name: getattr(llm, name) for name in COPIED_FIELDS})
 
     def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
         return self
@@ -310,7 +310,7 @@ def as_agent(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
         return "\n\n".join(f"Source: {each.metadata}\nContent: {each.page_content}" for each in found), found
 
     system = "You may search the archive of a tramway. Search it where that helps to answer."
-    return last_text(create_agent(Deciding.of(llm), [search], system_prompt=system), library)
+    return agent_asker(create_agent(ScriptedModel.of(llm), [search], system_prompt=system), library)
 
 
 class Graded(BaseModel):
@@ -331,7 +331,7 @@ FROM_DOCUMENT = (
 
 
 def as_agentic_graph(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
-    retriever, model = library.store().as_retriever(), Deciding.of(llm)
+    retriever, model = library.store().as_retriever(), ScriptedModel.of(llm)
 
     @tool
     def search(query: str) -> str:
@@ -364,7 +364,7 @@ def as_agentic_graph(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     builder.add_conditional_edges("retrieve", grade)
     builder.add_edge("answer", END)
     builder.add_edge("rewrite", "search_or_answer")
-    return last_text(builder.compile(), library)
+    return agent_asker(builder.compile(), library)
 
 
 TUTORIAL = "langchain-ai/docs, src/oss/langchain/rag.mdx"

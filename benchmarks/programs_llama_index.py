@@ -110,12 +110,12 @@ class LlamaIndexDocuments:
         )
 
 
-def querying(engine: Any) -> Ask:
+def engine_asker(engine: Any) -> Ask:
     return lambda question: str(engine.query(question))
 
 
 def as_starter(llm: LLM, library: LlamaIndexDocuments) -> Ask:
-    return querying(library.index().as_query_engine(llm=llm))
+    return engine_asker(library.index().as_query_engine(llm=llm))
 
 
 def as_citations(llm: LLM, library: LlamaIndexDocuments) -> Ask:
@@ -126,7 +126,7 @@ def as_citations(llm: LLM, library: LlamaIndexDocuments) -> Ask:
         citation_chunk_size=library.chunk // 2,
         citation_chunk_overlap=min(20, library.overlap),
     )
-    return querying(engine)
+    return engine_asker(engine)
 
 
 def as_sentence_windows(llm: LLM, library: LlamaIndexDocuments) -> Ask:
@@ -137,7 +137,7 @@ def as_sentence_windows(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     engine = VectorStoreIndex(nodes, embed_model=library.embedder).as_query_engine(
         llm=llm, similarity_top_k=2, node_postprocessors=[MetadataReplacementPostProcessor("window")]
     )
-    return querying(engine)
+    return engine_asker(engine)
 
 
 def as_auto_merging(llm: LLM, library: LlamaIndexDocuments) -> Ask:
@@ -149,7 +149,7 @@ def as_auto_merging(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     index = VectorStoreIndex(get_leaf_nodes(nodes), storage_context=context, embed_model=library.embedder)
     base: Any = index.as_retriever(similarity_top_k=6)
     retriever = AutoMergingRetriever(base, context)
-    return querying(RetrieverQueryEngine.from_args(retriever, llm=llm))
+    return engine_asker(RetrieverQueryEngine.from_args(retriever, llm=llm))
 
 
 def as_chat(mode: Any) -> Callable[[LLM, LlamaIndexDocuments], Ask]:
@@ -187,11 +187,13 @@ class Completing(CustomQueryEngine):
 
 def as_custom_with_synthesizer(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     synthesizer = get_response_synthesizer(llm=llm, response_mode="compact")  # type: ignore[arg-type]
-    return querying(Synthesizing(retriever=library.index().as_retriever(), response_synthesizer=synthesizer))
+    return engine_asker(
+        Synthesizing(retriever=library.index().as_retriever(), response_synthesizer=synthesizer)
+    )
 
 
 def as_custom_with_completion(llm: LLM, library: LlamaIndexDocuments) -> Ask:
-    return querying(Completing(retriever=library.index().as_retriever(), llm=llm))
+    return engine_asker(Completing(retriever=library.index().as_retriever(), llm=llm))
 
 
 class Retrieved(Event):
@@ -248,7 +250,7 @@ def as_document_summary(llm: LLM, library: LlamaIndexDocuments) -> Ask:
         response_synthesizer=synthesizer,
         embed_model=library.embedder,
     )
-    return querying(index.as_query_engine(llm=llm, response_mode="tree_summarize", use_async=True))
+    return engine_asker(index.as_query_engine(llm=llm, response_mode="tree_summarize", use_async=True))
 
 
 def as_evaluated(llm: LLM, library: LlamaIndexDocuments) -> Ask:
@@ -264,14 +266,14 @@ def as_evaluated(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     return ask
 
 
-class Instead(ReActOutputParser):
-    """Replaces a small model's output by what a larger one would say in the requested format."""
+class ScriptedOutput(ReActOutputParser):
+    """Replaces a small model's output by `script`, as a larger model would write it in the requested format."""
 
-    def __init__(self, said: Callable[[str], Any]) -> None:
-        self.said = said
+    def __init__(self, script: Callable[[str], Any]) -> None:
+        self.script = script
 
     def parse(self, output: str, is_streaming: bool = False) -> Any:
-        return self.said(output)
+        return self.script(output)
 
     def format(self, query: str) -> str:
         return query
@@ -290,8 +292,8 @@ def as_router(llm: LLM, library: LlamaIndexDocuments) -> Ask:
         ),
     ]
     second = StructuredOutput(raw_output="", parsed_output=[Answer(choice=2, reason="It is one question.")])
-    selector = LLMSingleSelector.from_defaults(llm=llm, output_parser=Instead(lambda _: second))
-    return querying(RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm))
+    selector = LLMSingleSelector.from_defaults(llm=llm, output_parser=ScriptedOutput(lambda _: second))
+    return engine_asker(RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm))
 
 
 def as_sub_questions(llm: LLM, library: LlamaIndexDocuments) -> Ask:
@@ -305,7 +307,7 @@ def as_sub_questions(llm: LLM, library: LlamaIndexDocuments) -> Ask:
         query_engine=library.index().as_query_engine(llm=llm),
         metadata=ToolMetadata(name="archive", description="The archive of the tramway"),
     )
-    generator = LLMQuestionGenerator.from_defaults(llm=llm, output_parser=Instead(generated))
+    generator = LLMQuestionGenerator.from_defaults(llm=llm, output_parser=ScriptedOutput(generated))
     engine = SubQuestionQueryEngine.from_defaults(
         [tool], llm=llm, question_gen=generator, use_async=True, verbose=False
     )
@@ -323,7 +325,9 @@ def as_react_agent(llm: LLM, library: LlamaIndexDocuments) -> Ask:
         query_engine=library.index().as_query_engine(llm=llm, similarity_top_k=3),
         metadata=ToolMetadata(name="archive", description="Answers a plain question about the tramway"),
     )
-    parser = Instead(lambda said: steps.pop() if steps else ResponseReasoningStep(thought="", response=said))
+    parser = ScriptedOutput(
+        lambda said: steps.pop() if steps else ResponseReasoningStep(thought="", response=said)
+    )
     agent = ReActAgent(tools=[tool], llm=llm, output_parser=parser, streaming=False)
 
     async def asked(question: str) -> str:

@@ -75,10 +75,8 @@ class Attempts:
         now = self._clock()
         with self._mutex:
             count, _ = self._failures.pop(client, (0, 0.0))
-            self._failures[client] = (
-                count + 1,
-                now,
-            )  # added at the end, so that the first entry is the oldest
+            # Added at the end, so that the first entry is the oldest.
+            self._failures[client] = (count + 1, now)
             while now - next(iter(self._failures.values()))[1] > FORGET_AFTER_S:
                 del self._failures[next(iter(self._failures))]
 
