@@ -20,13 +20,13 @@ class Bench:
     def __init__(self, kl, keeps=lambda place, variant: None):
         self.kl, self.keeps, self.now, self.measured, self.warmed = kl, keeps, 0.0, [], []
 
-    def run(self, engine, questions, variants, journal, until, progress, warm, **options):
+    def run(self, engine, questions, variants, journal, should_stop, progress, warm, **options):
         self.warmed += [warm] * any(
             (each.digest, variants[0].method, None) not in journal for each in questions
         )
         for place, question in enumerate(questions):
             todo = [each for each in variants if (question.digest, each.method, each.ratio) not in journal]
-            if todo and until():
+            if todo and should_stop():
                 return len(questions) - place
             for variant in todo:
                 self.now += 1
