@@ -5,6 +5,7 @@ and when to use a server.
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -202,12 +203,24 @@ class _Objects:
     async def _delete(self, store: Any, name: str) -> None:
         with suppress(FileNotFoundError):
             await store.delete_async(name)
+        await asyncio.to_thread(self._delete_unfinished, f"{name}#*", math.inf)
+
+    def _delete_unfinished(self, pattern: str, before: float) -> None:
+        """Delete what killed writers left in a folder: obstore writes NAME#1 before it renames it, and lists no such
+        name.
+        """
+        for path in self._folder.glob(pattern) if self._folder is not None else ():
+            with suppress(FileNotFoundError):  # just renamed, or deleted by another machine
+                if path.stat().st_mtime < before:
+                    path.unlink()
 
     async def check(self) -> None:
         await self.peek([f"{self._namespace}/check"], 1)
 
     async def sweep(self) -> int:
         store, count = await self._opened(), 0
+        long_ago = (datetime.now(UTC) - self._ttl).timestamp()
+        await asyncio.to_thread(self._delete_unfinished, f"{self._namespace}/*/*/*#*", long_ago)
         async for several in store.list(self._namespace):
             old = [each["path"] for each in several if datetime.now(UTC) - each["last_modified"] > self._ttl]
             await self.delete(old)

@@ -115,6 +115,11 @@ class Files(Names):
     def set(self, name, content):
         (self._folder / name).write_bytes(content)
 
+    def age(self, name: str, seconds: float) -> None:
+        """As if it had been written so long ago."""
+        then = time.time() - seconds
+        os.utime(self._folder / name, (then, then))
+
 
 class Bucket(Names):
     def __init__(self, endpoint: str, name: str) -> None:

@@ -2,14 +2,12 @@
 
 import asyncio
 import logging
-import os
 import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from datetime import datetime
 from itertools import cycle
 from unittest.mock import AsyncMock
 
@@ -224,18 +222,32 @@ def test_values_have_a_time_to_live(redis, open_at, sample):
     assert 900 < redis.names._client.ttl(name) <= 1000
 
 
-def test_expired_values_of_a_folder_are_misses_and_swept(shared_of, open_at, sample, tmp_path):
+def test_expired_values_of_a_folder_are_misses_and_swept(shared_of, open_at, sample):
     shared = shared_of("file")
     store = open_at(shared.url + "?timeout_s=60&ttl_s=1000")
     put(store, sample(1), sample(2))
     old, _ = shared.names.names()
-    long_ago = datetime.now().timestamp() - 2000
-    os.utime(tmp_path / "share" / old, (long_ago, long_ago))
+    shared.names.age(old, 2000)
     found = open_at(shared.url + "?timeout_s=60&ttl_s=1000").remote.find(
         [wanted(*sample(1)), wanted(*sample(2))]
     )
     assert len(found) == 1 and store.remote.sweep() == 1
     assert old not in shared.names.names() and len(shared.names.names()) == 1
+
+
+def test_what_a_killed_writer_left_in_a_folder_is_deleted_with_the_value_or_swept(shared_of, open_at, sample):
+    """obstore writes NAME#1 first, and neither lists nor deletes such a file: a deleted document's KV stayed."""
+    shared = shared_of("file")
+    store = open_at(shared.url + "?timeout_s=60&ttl_s=1000")
+    put(store, sample(1), sample(2))
+    for name in shared.names.names():
+        shared.names.set(f"{name}#1", b"half a value")
+    store.withdraw([sample(1)[0]])
+    kept = name_at(store.remote.place, sample(2)[0])
+    assert shared.names.names() == [kept, f"{kept}#1"]
+    assert store.remote.sweep() == 0 and len(shared.names.names()) == 2  # it may still be written
+    shared.names.age(f"{kept}#1", 2000)
+    assert store.remote.sweep() == 0 and shared.names.names() == [kept]
 
 
 def test_an_unmounted_folder_is_not_created(tmp_path, open_at, sample):
