@@ -119,7 +119,7 @@ class NodeEncoder(ABC):
         self._drop_tasks(node_ids)
         runtime = self._runtime
         with runtime.store_lock:
-            shared = runtime.store.remote is not None
+            shared = runtime.store.shared_at is not None
             runtime.nodes.set_hidden(self._collection, node_ids, True, shared)
         self._delete_shared()
 
@@ -166,7 +166,7 @@ class NodeEncoder(ABC):
                 after = max(key.digest for key in waiting)
                 try:
                     freed += store.delete(waiting, partial(_still_orphaned, nodes, waiting))
-                    nodes.deleted(waiting, also_shared=store.remote is not None)
+                    nodes.deleted(waiting, also_shared=store.shared_at is not None)
                 except StoreError as error:  # a file that cannot be removed must not stop the others
                     failed = failed or error
             time.sleep(PAUSE_S)
@@ -182,7 +182,13 @@ class NodeEncoder(ABC):
         runtime = self._runtime
         with runtime.store_lock:
             store, waiting = runtime.store, runtime.nodes.outbox(shared=True)
-        if store.remote is None or not waiting:
+        if not waiting:
+            return
+        if store.remote is None:
+            log.warning(
+                "The KV of %d deleted passages may still be in the shared store %s, which this home has used: "
+                "`ragblend store gc --remote URL` deletes it there.", len(waiting), store.shared_at,
+            )  # fmt: skip
             return
         try:
             store.withdraw(tuple(waiting))

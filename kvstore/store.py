@@ -32,7 +32,16 @@ from ragblend.kvstore.files import (
 )
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.layout import LOCK_NAME, check_format, files_of, remove_values, value_files, write_value
+from ragblend.kvstore.layout import (
+    LOCK_NAME,
+    check_format,
+    files_of,
+    note_shared_store,
+    remove_values,
+    shared_store_of,
+    value_files,
+    write_value,
+)
 from ragblend.kvstore.ledger import Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
@@ -99,6 +108,8 @@ class KVStore(Closing):
                     store._settle()
                 except CorruptBlobError as error:
                     store._rebuild(str(error))
+            if store.remote is not None:
+                note_shared_store(store.root, str(store.remote.place))
             if budget_bytes is None:
                 free = shutil.disk_usage(store.root).free
                 budget_bytes = (free + store._index.totals[1]) // 4
@@ -300,6 +311,11 @@ class KVStore(Closing):
         """Delete values from the shared store, if there is one. Raises RemoteError if that is not certain."""
         if self.remote is not None:
             self.remote.withdraw(keys)
+
+    @property
+    def shared_at(self) -> str | None:
+        """The shared store that may hold values of this home; None if no process has used one."""
+        return shared_store_of(self.root)
 
     def _forget_in_memory(self, digests: Sequence[str]) -> None:
         """Delete the copies in memory tiers."""
