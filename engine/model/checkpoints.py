@@ -64,7 +64,7 @@ def checked_folder(folder: Path) -> Path:
 def weights_digest(folder: Path, ledger: Path) -> str:
     """SHA-256 of the model's weights and config.
 
-    ledger: a JSON file that caches digests by path, size, inode and modification time.
+    ledger: a JSON file that caches digests (see `file_digest`).
     """
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")])
     return _combined((file.name, file_digest(file, ledger)) for file in files)
@@ -78,9 +78,12 @@ def tokenizer_digest(folder: Path, ledger: Path) -> str:
 
 
 def file_digest(file: Path, ledger: Path) -> str:
-    """SHA-256 of a file's content, cached in `ledger` while size, inode and modification time stay the same."""
+    """SHA-256 of a file's content, cached in `ledger` while size, inode and both times stay the same.
+
+    Two fine-tuned models have one size, and `rsync` and archives set the modification time; nothing sets the other.
+    """
     state = file.stat()
-    entry = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}|{state.st_ino}"
+    entry = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}|{state.st_ctime_ns}|{state.st_ino}"
     known = _read_ledger(ledger)
     if entry not in known:
         with file.open("rb") as stream:

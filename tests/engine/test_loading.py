@@ -18,7 +18,7 @@ import torch
 from benches import make_prompt
 from doubles import raising
 from safetensors.torch import load_file, save_file
-from waiting import at_once
+from waiting import at_once, until
 
 from ragblend import Engine
 from ragblend.engine.model import checkpoints as files
@@ -211,6 +211,21 @@ def test_files_are_hashed_on_a_full_disk(tmp_path, monkeypatch, full):
     (tmp_path / "file").write_bytes(b"weights")
     monkeypatch.setattr("ragblend.engine.model.checkpoints.replace_durably", full)
     assert file_digest(tmp_path / "file", tmp_path / "ledger.json") == hashlib.sha256(b"weights").hexdigest()
+
+
+def test_weights_of_the_same_size_and_modification_time_have_another_digest(tmp_path):
+    """As `rsync --inplace` and archives with normalised times leave them: stored KV of the old weights was used."""
+    file, ledger = tmp_path / "file", tmp_path / "ledger.json"
+
+    def write(content):
+        file.write_bytes(content)
+        os.utime(file, (0, 0))
+        return file.stat().st_ctime_ns
+
+    before = write(b"weights")
+    first = file_digest(file, ledger)
+    until(lambda: write(b"trained") != before)  # the clock of a file system has steps
+    assert file_digest(file, ledger) == hashlib.sha256(b"trained").hexdigest() != first
 
 
 # --- where data lives
