@@ -196,7 +196,9 @@ class Index(SqliteFile):
     # --- opening and damage
 
     def _must_reopen(self) -> bool:
-        return self._is_for_once  # an index rebuilt by another process is not followed: see `is_in_place`
+        return (
+            self._is_for_once
+        )  # an index rebuilt by another process is opened under the lock: see `is_in_place`
 
     def _prepare(self, sql: sqlite3.Connection) -> None:
         if self.generation:

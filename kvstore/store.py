@@ -638,12 +638,13 @@ class KVStore(Closing):
         self._live_index()
         try:
             with self._lock.hold(timeout_s):
+                if not self._lock.is_in_place():
+                    raise StoreError(f"the KV store at {self.root} was moved or removed. Open it again.")
+                if not self._live_index().is_in_place():  # another process rebuilt it, because it was damaged
+                    self._index.close()
+                    self._index, _ = upkeep.open_index(self.root)
+                    self._settle()
                 index = self._live_index()
-                if not (self._lock.is_in_place() and index.is_in_place()):
-                    raise StoreError(
-                        f"the KV store at {self.root} was moved or removed, or another process rebuilt its damaged "
-                        "index. Open it again."
-                    )
                 try:
                     yield index
                 except CorruptBlobError as error:
