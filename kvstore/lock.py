@@ -48,6 +48,7 @@ class WriterLock(Closing):
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         self._holder = _text(holder | {"command": command or " ".join(sys.argv)})
         self.before: dict[str, Any] = {}  # the file's content before the lock was taken
+        self._left = _text({})  # the holder's command may name a deleted document, or hold a question
         self._threads = threading.RLock()
         self._depth = 0
         self._fd = system.open_existing(path, writable=True)
@@ -73,13 +74,18 @@ class WriterLock(Closing):
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    system.unlock(self._fd)
+                    try:
+                        self._write(self._left)
+                    finally:
+                        system.unlock(self._fd)
         finally:
             self._threads.release()
 
-    def note(self, value: dict[str, Any]) -> None:
-        """Write to the file, for other processes. Errors are ignored, because deleting must work on a full disk."""
-        self._write(_text(value))
+    def leave(self, value: dict[str, Any]) -> None:
+        """Set the file's content after the lock is released. Errors of writing it are ignored, because deleting must
+        work on a full disk.
+        """
+        self._left = _text(value)
 
     def is_in_place(self) -> bool:
         """Whether the locked file is still the one that other processes would lock; the folder may have been moved."""
@@ -122,11 +128,9 @@ def writer_lock(path: Path, command: str = "") -> Iterator[Hold]:
     """Hold a lock without waiting, and leave a mark. Raises StoreLockedError, with the holder."""
     with WriterLock(path, command=command) as lock, lock.hold():
         hold = Hold(lock.before.get("mark"), secrets.token_hex(8))
-        try:
-            yield hold
-        finally:
-            # The file stays: unlinking it would let two processes hold locks on two files of one name.
-            lock.note({"mark": hold.mark})
+        # The file stays: unlinking it would let two processes hold locks on two files of one name.
+        lock.leave({"mark": hold.mark})
+        yield hold
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:

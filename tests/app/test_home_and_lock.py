@@ -11,7 +11,7 @@ import pytest
 
 from ragblend.app.home import Home, make_private
 from ragblend.kvstore.errors import LibraryError, StoreLockedError
-from ragblend.kvstore.lock import read_holder, writer_lock
+from ragblend.kvstore.lock import WriterLock, read_holder, writer_lock
 
 HOLDER = """
 import sys
@@ -84,6 +84,14 @@ def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_one_blocks_nobo
         assert read_holder(lock) == json.loads(lock.read_text())
         assert read_holder(lock)["pid"] == os.getpid()
     assert read_holder(lock) is None
+
+
+def test_a_released_lock_does_not_keep_the_command(tmp_path):
+    """It named the document that `docs rm` had removed, or held the question of `ask`, until another one came."""
+    with WriterLock(tmp_path / "lock", command="ragblend docs rm divorce.txt") as lock:
+        with lock.hold(), lock.hold():
+            assert b"divorce" in (tmp_path / "lock").read_bytes()
+        assert b"divorce" not in (tmp_path / "lock").read_bytes()
 
 
 def test_lock_is_released_after_an_error(tmp_path):
