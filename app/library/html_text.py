@@ -31,6 +31,7 @@ LETTERS |= {"lowerroman": "lowerRoman", "upperroman": "upperRoman"}
 SUPERSCRIPT = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋")
 CELLS = {"td", "th"}
+ABOVE = "^"  # as the rowspan of a cell that goes on the one above; HTML has none such
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 MARKS = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
 # MathML: the signs written between the arguments of an element, and around all of them.
@@ -108,18 +109,20 @@ def _spread(rows: list[list[str]]) -> list[list[str]]:
             while column in grid[at]:
                 column += 1
             text = cell.translate(_UNMARKED).strip()
+            if _ABOVE in cell and at:
+                text = grid[at - 1].get(column, "")
             width = 1 if is_alone else 1 + cell.count(_RIGHT)
             for below in grid[at : at + 1 + cell.count(_DOWN)]:
                 below |= {column + n: text if n == 0 or is_of_names else "" for n in range(width)}
     return [[cells.get(column, "") for column in range(max(cells) + 1)] for cells in grid]
 
 
-# Private-use characters, which are removed from documents in any case: a table's begin and end, a row of names, and
-# each further row and column that a cell spans.
-_BEGIN, _END, _NAMES, _DOWN, _RIGHT = "\ue001", "\ue002", "\ue003", "\ue004", "\ue005"
+# Private-use characters, which are removed from documents in any case: a table's begin and end, a row of names, each
+# further row and column that a cell spans, and a cell that goes on the one above.
+_BEGIN, _END, _NAMES, _DOWN, _RIGHT, _ABOVE = "\ue001", "\ue002", "\ue003", "\ue004", "\ue005", "\ue006"
 _TABLE = re.compile(f"{_BEGIN}(?P<lines>[^{_BEGIN}{_END}]*){_END}")
 _LAST_EMPTY = re.compile(r"(?<! \|)(?: \|)++$", re.MULTILINE)  # cells at the end of a row
-_UNMARKED = dict.fromkeys(map(ord, (_BEGIN, _END, _NAMES, _DOWN, _RIGHT)))
+_UNMARKED = dict.fromkeys(map(ord, (_BEGIN, _END, _NAMES, _DOWN, _RIGHT, _ABOVE)))
 _BLANK = "\ue000"  # a blank that counts
 
 
@@ -217,7 +220,8 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
         before = after = " "
     if tag in CELLS and node.css_first("table") is None and len(node.text()) <= CELL_CHARACTERS:
         in_line = True
-        after = f"{_DOWN * _more(node, 'rowspan')}{_RIGHT * _more(node, 'colspan')}{after}"
+        above = _ABOVE if node.attributes.get("rowspan") == ABOVE else ""
+        after = f"{above}{_DOWN * _more(node, 'rowspan')}{_RIGHT * _more(node, 'colspan')}{after}"
     children = [(child, in_line) for child in _children(node) if child.tag != "-comment"]
     if tag in BETWEEN or tag in ROWS or tag == "mroot":
         arguments = [child for child in _children(node) if not child.tag.startswith("-")]
@@ -313,6 +317,11 @@ def _replaced(node: Any, in_line: bool) -> str | None:
         chosen = node.css_first("option[selected]") or node.css_first("option")
         return f" {' '.join(chosen.text().split())} " if chosen is not None else ""
     return None
+
+
+def in_line(markup: str) -> str:
+    """Markup without its blocks, as a note stands in a sentence."""
+    return " ".join(re.sub(r"<(?!/?(?:su[bp]|m\w+)\b)[^>]+>", " ", markup).split())
 
 
 def marked(tag: str, text: str) -> str:

@@ -1,20 +1,17 @@
-"""Reads further formats, each by a library: slides, notebooks, reST, Org, LaTeX, mail."""
+"""Reads further formats, each by a library: notebooks, reST, Org, LaTeX, mail."""
 
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from email.message import EmailMessage, MIMEPart
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import decode, decode_as
-from ragblend.app.library.file_checks import open_archive
 from ragblend.app.library.html_text import html_sections, marked
-from ragblend.app.library.tables import rows_as_text
-from ragblend.app.library.word_documents import office_formula
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 Part = tuple[str, str]  # text, location
@@ -31,84 +28,7 @@ LATEX_SETTING = re.compile(
     r"|(?:multicolumn|multirow|addtolength|fontsize)\s*\{[^{}]*\})(?:\([^)]*\))?\s*\{[^{}]*\}"
 )
 LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
-# In slides: what the first of several programs knows, and a formula.
-ALTERNATIVES = "{http://schemas.openxmlformats.org/markup-compatibility/2006}AlternateContent"
-FORMULA = "{http://schemas.microsoft.com/office/drawing/2010/main}m"
 RAISED_LATEX = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
-
-
-def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
-    """Each slide's texts, tables, charts and notes. notes: gets sentences that name the slides that are not read."""
-    from pptx import Presentation
-
-    with open_archive(path):
-        slides, unread, empty = Presentation(str(path)).slides, list[str](), list[str]()
-    for number, slide in enumerate(slides, start=1):
-        _rewrite(slide)
-        lines = [line for shape in slide.shapes for line in _shape_lines(shape, unread, number)]
-        if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
-            spoken = slide.notes_slide.notes_text_frame.text.strip()
-            lines += [f"Notes: {spoken}"] if spoken else []
-        empty += [] if any(map(str.strip, lines)) else [str(number)]
-        yield "\n".join(lines), f"slide {number}"
-    if unread:
-        named = shortened(list(dict.fromkeys(unread)))
-        notes.append(f"charts, diagrams or objects on these slides were not read: {named}")
-    if empty:
-        notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
-
-
-def _rewrite(slide: Any) -> None:
-    """Write superscripts and subscripts as `marked` does, formulas as text, and the first of alternative contents."""
-    from pptx.oxml.ns import qn
-
-    for run in slide.element.iter(qn("a:r")):
-        shift = "" if run.rPr is None else run.rPr.get("baseline", "").strip("0%")
-        if shift:
-            run.text = marked("sub" if shift.startswith("-") else "sup", run.text)
-    for contents in list(slide.element.iter(ALTERNATIVES)):
-        for chosen in list(contents[0]) if len(contents) else []:
-            contents.addprevious(chosen)
-    for formula in list(slide.element.iter(FORMULA)):
-        formula.addprevious(formula.getparent().add_r("".join(map(office_formula, formula))))
-
-
-def _shape_lines(shape: Any, unread: list[str], slide: int) -> Iterator[str]:
-    """unread: gets the slide's number for a chart, diagram or object that is not read."""
-    from pptx.shapes.graphfrm import GraphicFrame
-
-    if hasattr(shape, "shapes"):  # a group
-        for part in shape.shapes:
-            yield from _shape_lines(part, unread, slide)
-    elif shape.has_text_frame:
-        yield shape.text_frame.text
-    elif getattr(shape, "has_table", False):
-        yield rows_as_text(_slide_rows(shape.table))
-    elif isinstance(shape, GraphicFrame):  # of anything else
-        try:
-            yield from [rows_as_text(_chart_rows(plot)) for plot in shape.chart.plots]
-        except ValueError:  # python-pptx does not know its kind
-            unread.append(str(slide))
-
-
-def _slide_rows(table: Any) -> list[list[str]]:
-    """A table's rows, with the text of a cell in all rows that it spans."""
-    texts = dict[tuple[int, int], str]()
-    for number, row in enumerate(table.rows):
-        for column, cell in enumerate(row.cells):
-            for below in range(cell.span_height if cell.is_merge_origin else 1):
-                texts.setdefault((number + below, column), " ".join(cell.text.split()))
-    return [
-        [texts[number, column] for column in range(len(table.columns))] for number in range(len(table.rows))
-    ]
-
-
-def _chart_rows(plot: Any) -> list[list[str]]:
-    """The categories of a chart, with the values of each series."""
-    series = list(plot.series)
-    values = [["" if value is None else f"{value:.15g}" for value in each.values] for each in series]
-    rows = zip_longest(map(str, plot.categories), *values, fillvalue="")
-    return [["", *(each.name for each in series)], *map(list, rows)]
 
 
 def rst_sections(text: str) -> list[Part]:

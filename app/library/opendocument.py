@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import html_sections
+from ragblend.app.library.html_text import html_sections, in_line
 from ragblend.app.library.word_numbering import child, value
 
 TAGS = {"h": "h1", "p": "p", "list-item": "div", "text-box": "div", "table": "table", "table-row": "tr"}
@@ -53,6 +53,6 @@ def _write(node: Element, marks: dict[str, str], out: list[str], is_text: bool) 
         _write(part, marks, inside, is_text)
         inside.append(escape(part.tail or "") if is_text else "")
     if name in NOTES:
-        out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
+        out.append(f" ({in_line(''.join(inside))}) ")
     else:
         out += [f"<{tag}>" if tag else AS_TEXT.get(name, ""), *inside, f"</{tag}>" if tag else ""]

@@ -23,7 +23,6 @@ from ragblend.app.library.more_formats import (
     mail_parts,
     notebook_text,
     org_sections,
-    pptx_slides,
     rst_sections,
 )
 from ragblend.app.library.opendocument import opendocument_sections
@@ -32,7 +31,7 @@ from ragblend.app.library.rich_text import rtf_text
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
 from ragblend.app.library.text_recognition import TextRecognition, can_recognise
-from ragblend.app.library.word_documents import docx_sections
+from ragblend.app.library.word_documents import docx_sections, pptx_slides
 from ragblend.app.progress import silent
 from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError, install_hint
 
@@ -44,7 +43,7 @@ INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*\n(?:.+\n)*?---$", re.MULTILINE)
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
-VERSION = 10  # part of a document's recipe: raise it when the text that comes out changes
+VERSION = 11  # part of a document's recipe: raise it when the text that comes out changes
 
 
 RECOGNITION = TextRecognition()
@@ -226,7 +225,7 @@ FORMATS: dict[str, Format] = {
     ".docx": Format(lambda path, notes, _: docx_sections(path, notes), _MARKUP),
     ".odt": _OPENDOCUMENT,
     ".odp": _OPENDOCUMENT,
-    ".pptx": Format(lambda path, notes, _: pptx_slides(path, notes), ("pptx",)),
+    ".pptx": Format(lambda path, notes, _: pptx_slides(path, notes), _MARKUP),
     ".rtf": Format(lambda path, notes, _: rtf_text(path, notes)),
     ".epub": Format(lambda path, notes, _: epub_chapters(path, notes), _MARKUP),
     ".csv": _table(","),

@@ -1,4 +1,4 @@
-"""Reads DOCX: its XML is written as HTML, whatever its namespaces (Word's, Strict's) and the names of its parts.
+"""Reads DOCX and PPTX: their XML is written as HTML, whatever its namespaces (also Strict's) and the names of parts.
 
 Notes and comments stand behind their references, so that a passage has both. mammoth took five times as long, and knows
 neither formulas, headers, text boxes of drawings nor embedded documents: as much code prepared its input.
@@ -8,6 +8,8 @@ import posixpath
 import re
 import zipfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from xml.etree.ElementTree import Element
@@ -15,17 +17,19 @@ from xml.etree.ElementTree import Element
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import html_sections, needs_brackets
+from ragblend.app.library.html_text import ABOVE, html_sections, in_line, needs_brackets
 from ragblend.app.library.word_numbering import Numbering, child, number, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
+DRAWING = re.compile(r"\{[^}]*/drawingml/(2006/)?main\}")  # the namespace of texts in slides, charts and diagrams
 AS_TEXT = {"tab": " ", "ptab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
 # Deleted or moved away, the reading of a Japanese word, the definition of a box's place.
 LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}
 NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "commentReference": "comments"}
 MARKS = {"superscript": "sup", "subscript": "sub"}
-SPANS = "spans"  # an attribute of ours
+EMBEDDED = {"OLEObject", "oleObj"}
+NEWER_CHART = re.compile(r"\{[^}]*/chartex\}")  # a waterfall, a map
 # By the last byte of their code: boxes, ticks and arrows. Symbol's are those of the PDF font of that name.
 SIGNS = {
     "Wingdings": {0x6F: "☐", 0x78: "☒", 0xA8: "☐", 0xE0: "→", 0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☑"}
@@ -34,10 +38,8 @@ SIGNS = {
 }
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
-    r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
-)
-RELATIONS = re.compile(r"word/_rels/document\d*\.xml\.rels$")
-EMBEDDED = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)[^/]*$")
+    r"^ppt/|theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
+)  # or read where it is referred to
 # Of Office Math: how the arguments of an element are written, and what stands between those of others.
 PATTERNS = {
     "f": "{}/{}",
@@ -56,8 +58,8 @@ ROWS = {"m": "; ", "mr": ", ", "eqArr": "; "}
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
     """(text, heading) of a DOCX. notes: gets a sentence that names what is embedded. Raises DocumentError."""
     with open_archive(path) as archive:
-        document = _WordDocument(archive, path)
-        html = document.html()
+        document = _OfficeDocument(archive)
+        html = document.word_html(path)
         if document.left_out:
             notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
         if document.unread_fonts:
@@ -66,17 +68,51 @@ def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
         return html_sections(html)
 
 
-class _WordDocument:
-    """The parts of a package by the names of their elements."""
+def pptx_slides(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
+    """Each slide's texts, tables, charts, diagrams and notes. notes: gets sentences that name the slides that are not
+    read. Raises DocumentError.
+    """
+    unread, empty = list[str](), list[str]()
+    with open_archive(path) as archive:
+        document = _OfficeDocument(archive)
+        (main,) = _relations(archive, "", "officeDocument").values()
+        slides = _relations(archive, main, "/slide")
+        ids = (id_ for each in archive_xml(archive, main).iterfind(".//{*}sldId") for id_ in each.attrib.values())
+        for at, name in enumerate((slides[each] for each in ids if each in slides), start=1):
+            spoken = map(document.part_text, _relations(archive, name, "notesSlide").values())
+            text = "\n".join([document.part_text(name), *(f"Notes: {text}" for text in spoken if text)]).strip()
+            unread += [str(at)] if document.left_out else []
+            empty += [] if text else [str(at)]
+            document.left_out.clear()
+            yield text, f"slide {at}"
+    if unread:
+        notes.append(f"charts or objects on these slides were not read: {shortened(unread)}")
+    if empty:
+        notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
 
-    def __init__(self, archive: zipfile.ZipFile, path: Path) -> None:
-        self._archive, self._path = archive, path
+
+def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> dict[str, str]:
+    """The members that a part of a package (or "", the package) refers to, by the ids of these relations."""
+    folder, name = posixpath.split(part)
+    listed = posixpath.join(folder, "_rels", f"{name}.rels")
+    return {
+        item.get("Id", ""): posixpath.normpath(posixpath.join("/", folder, item.get("Target", ""))).lstrip("/")
+        for item in (archive_xml(archive, listed) if listed in archive.namelist() else ())
+        if item.get("Type", "").endswith(kind)
+    }
+
+
+class _OfficeDocument:
+    """The parts of a DOCX by the names of their elements; those of a PPTX are read one by one."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive, self._relations = archive, dict[str, str]()
         self._parts = defaultdict[str, list[tuple[str, Element]]](list)
         for name in archive.namelist():
             if name.lower().endswith(".xml") and not WITHOUT_TEXT.search(name):
                 root = archive_xml(archive, name)
                 self._parts[local_name(root)].append((name, root))
-        self.left_out = {name for name in archive.namelist() if EMBEDDED.match(name)}
+        self.left_out = set[str]()
         self.unread_fonts = set[str]()
         self._styles = {
             value(style, "styleId"): style
@@ -87,26 +123,29 @@ class _WordDocument:
         self._notes = {
             (kind, value(note, "id")): note for kind in NOTES.values() for note in self._children(kind)
         }
-        self._chunks = {
-            item.get("Id"): posixpath.normpath(posixpath.join("/word", item.get("Target", ""))).lstrip("/")
-            for name in archive.namelist()
-            if RELATIONS.match(name)
-            for item in archive_xml(archive, name)
-        }
 
-    def html(self) -> str:
-        """Headers, the body and footers, each part once."""
+    def word_html(self, path: Path) -> str:
+        """Headers, the body and footers, each part once. Raises DocumentError."""
         if not self._parts["document"]:
-            raise UnreadableDocumentError(
-                f"Reading {self._path}: it has no text part. Save it again in Word."
-            )
+            raise UnreadableDocumentError(f"Reading {path}: it has no text part. Save it again in Word.")
         out: list[str] = []
         for kind in ("hdr", "document", "ftr"):
-            for _, root in self._parts[kind]:
+            for name, root in self._parts[kind]:
+                self._relations = _relations(self._archive, name)
                 self._write(root, out)
         for note in self._notes.values():  # to which nothing refers
             self._write(note, out)
         return "".join(out)
+
+    def part_text(self, name: str) -> str:
+        """The text of a slide, or of the notes for one, beside which the page has its picture and number."""
+        root = archive_xml(self._archive, name)
+        shapes = [each for each in root.iter() if local_name(each) == "sp"]
+        notes = [sp for sp in shapes if any(value(each, "type") == "body" for each in sp.iter())]
+        self._relations, out = _relations(self._archive, name), list[str]()
+        for node in notes if local_name(root) == "notes" else [root]:
+            self._write(node, out)
+        return "\n\n".join(text for text, _ in html_sections("".join(out)))
 
     def _children(self, kind: str) -> list[Element]:
         return [child for _, root in self._parts[kind] for child in root]
@@ -127,7 +166,7 @@ class _WordDocument:
         elif name in NOTES and (note := self._notes.pop((NOTES[name], value(node, "id")), None)) is not None:
             inside: list[str] = []
             self._write(note, inside)
-            out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
+            out.append(f" ({in_line(''.join(inside))}) ")
         elif name == "sym":
             font, code = value(node, "font"), int(value(node, "char") or "0", 16)
             sign = font_sign(font, code)
@@ -139,17 +178,22 @@ class _WordDocument:
             out.append(escape("".join(entries[chosen : chosen + 1])))
         elif name == "docPr":  # of a picture
             out.append(f" {escape(node.get('descr', ''))} ")
-        elif name == "altChunk":
-            out.append(self._chunk(node))
+        elif name in {"altChunk", "relIds", *EMBEDDED} or (name == "chart" and not len(node)):
+            self._write_related(node, out)
+        elif child(node, "ser") is not None:  # of a chart
+            out.append(_chart_table(node))
         elif name == "AlternateContent":
-            choices = (choice for choice in node if "".join(choice.itertext()).strip())
-            for choice in [next(choices, node[0])] if len(node) else []:
-                self._write(choice, out)
+            for choice in node:
+                inside, unread = list[str](), len(self.left_out)
+                self._write(choice, inside)
+                if in_line("".join(inside)) or len(self.left_out) > unread:
+                    out += inside
+                    break
+        elif name == "tc" and value(node, "hMerge") in {"1", "true"}:
+            return
         else:
             tag, label = self._tag(node, name)
-            if name == "tbl":
-                _name_spans(node)
-            out.append(f"<{tag}{node.get(SPANS, '')}>" if tag else "")
+            out.append(f"<{tag}{_spans(node) if name == 'tc' else ''}>" if tag else "")
             out.append(f"{escape(label)} " if label else "")
             for part in node:
                 self._write(part, out)
@@ -163,9 +207,13 @@ class _WordDocument:
             found = next(
                 (f for each in (properties, style) if (f := child(each, "vertAlign")) is not None), None
             )
-            return MARKS.get(value(found, "val")) if child(node, "t") is not None else None, ""
+            shift = value(properties, "baseline").strip("0%")  # of a slide's text, such as `30%` or `-25000`
+            mark = MARKS.get(value(found, "val")) if not shift else "sub" if shift[0] == "-" else "sup"
+            return mark if child(node, "t") is not None else None, ""
         if name != "p":
             return TAGS.get(name), ""
+        if DRAWING.match(node.tag):
+            return "dd", ""  # a line
         mark = child(properties, "rPr")
         # Deleted or moved away: it is no paragraph, and has no number.
         if child(mark, "del") is not None or child(mark, "moveFrom") is not None:
@@ -192,34 +240,56 @@ class _WordDocument:
             return "p", ""
         return ("div", label if has_text else "") if label else ("li", "")
 
-    def _chunk(self, node: Element) -> str:
-        """The HTML of an embedded document: of HTML and plain text."""
-        target = next((self._chunks[value] for value in node.attrib.values() if value in self._chunks), "")
-        if target in self._archive.namelist() and target.lower().endswith(
-            (".htm", ".html", ".xhtml", ".txt")
-        ):
-            text = decode(self._archive.read(target), self._path)
-            return f"<pre>{escape(text)}</pre>" if target.lower().endswith(".txt") else f"<div>{text}</div>"
-        self.left_out.add(target or "a part that is missing")
-        return ""
+    def _write_related(self, node: Element, out: list[str]) -> None:
+        """Write another part: a chart, a diagram, an embedded document of HTML or plain text."""
+        name = next((target for id_ in node.attrib.values() if (target := self._relations.get(id_))), "")
+        kind = posixpath.splitext(name.lower())[1]
+        if name in self._archive.namelist() and local_name(node) not in EMBEDDED:
+            if kind == ".xml" and not NEWER_CHART.match((root := archive_xml(self._archive, name)).tag):
+                return self._write(root, out)
+            if kind in {".htm", ".html", ".xhtml", ".txt"}:
+                text = decode(self._archive.read(name), Path(name))
+                out.append(f"<pre>{escape(text)}</pre>" if kind == ".txt" else f"<div>{text}</div>")
+                return None
+        self.left_out.add(name or "a part that is missing")
+        return None
 
 
-def _name_spans(table: Element) -> None:
-    """Write the columns and rows that cells span as HTML's attributes, and remove cells that go on one above."""
-    above = dict[int, tuple[Element, int, int]]()  # by column: a cell, its width and height
-    for row in (each for each in table if local_name(each) == "tr"):
-        column = 0
-        for cell in [each for each in row if local_name(each) == "tc"]:
-            properties = child(cell, "tcPr")
-            span, merged = value(child(properties, "gridSpan"), "val"), child(properties, "vMerge")
-            origin, width, height = cell, number(span, 1), 1
-            if merged is not None and value(merged, "val") != "restart" and column in above:
-                row.remove(cell)
-                origin, width, height = above[column]
-                height += 1
-            above[column] = origin, width, height
-            origin.set(SPANS, f' colspan="{width}" rowspan="{height}"')
-            column += width
+def _spans(cell: Element) -> str:
+    """The columns that a cell spans, and whether it goes on the one above, as `html_text` reads them."""
+    properties = child(cell, "tcPr")
+    width = value(cell, "gridSpan") or value(child(properties, "gridSpan"), "val")
+    merged = child(properties, "vMerge")
+    goes_on = merged is not None and value(merged, "val") != "restart"
+    return f' colspan="{width}"{f" rowspan={ABOVE}" if goes_on or value(cell, "vMerge") else ""}'
+
+
+def _chart_table(plot: Element) -> str:
+    """The categories of a chart, with the values of each series."""
+    series = [each for each in plot if local_name(each) == "ser"]
+    names = [_points(child(each, "tx")).get(0, "") for each in series]
+    categories = _points(child(series[0], "cat", "xVal"))
+    values = [_points(child(each, "val", "yVal")) for each in series]
+    rows = [["", *names]]
+    for at in sorted(set(categories).union(*values)):
+        rows.append([categories.get(at, ""), *(_rounded(each.get(at, "")) for each in values)])
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def _points(node: Element | None) -> dict[int, str]:
+    """The texts of a chart's points by their numbers; of several levels of names the lowest, which is the first."""
+    found = dict[int, str]()
+    for point in node.iter() if node is not None else ():
+        if (text := child(point, "v")) is not None:
+            found.setdefault(number(value(point, "idx"), 0), text.text or "")
+    return found
+
+
+def _rounded(text: str) -> str:
+    with suppress(ValueError):
+        return f"{float(text):.15g}"
+    return text
 
 
 def font_sign(font: str, code: int) -> str:

@@ -85,9 +85,9 @@ class Numbering:
         return "" if levels[at].number_format == "bullet" else PLACE.sub(written, levels[at].text)
 
 
-def child(node: Element | None, name: str) -> Element | None:
-    """An element's first child of that name, whatever its namespace."""
-    return next((each for each in node if local_name(each) == name), None) if node is not None else None
+def child(node: Element | None, *names: str) -> Element | None:
+    """An element's first child of one of these names, whatever its namespace."""
+    return next((each for each in node if local_name(each) in names), None) if node is not None else None
 
 
 def value(node: Element | None, name: str) -> str:

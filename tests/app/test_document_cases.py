@@ -206,6 +206,8 @@ def test_text_of_an_old_encoding_that_nothing_declares(tmp_path, encoding, text)
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 MATH = "http://schemas.openxmlformats.org/officeDocument/2006/math"
 OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+DRAWING = "http://schemas.openxmlformats.org/drawingml/2006/main"
+DRAWINGS = "http://schemas.microsoft.com/office/drawing"
 COMPATIBLE = "http://schemas.openxmlformats.org/markup-compatibility/2006"
 
 
@@ -383,10 +385,25 @@ def test_formulas_of_word_keep_their_signs(tmp_path, formula, wanted):
     assert text_of(docx(tmp_path / "a.docx", f"<w:p><m:oMath>{formula}</m:oMath></w:p>")) == wanted
 
 
+def chart_of(series, kind="chart"):
+    def points(name, texts):
+        found = "".join(f"<pt idx='{n}'><v>{text}</v></pt>" for n, text in enumerate(texts))
+        return f"<{name}>{found}</{name}>"
+
+    found = (
+        f"<ser><tx><v>{name}</v></tx>{points('cat', ['Q1', 'Q2'])}{points('val', numbers)}</ser>"
+        for name, numbers in series.items()
+    )
+    return f"<chartSpace xmlns='http://x/{kind}'><chart><plotArea><bar>{''.join(found)}</bar></plotArea></chart></chartSpace>"
+
+
 def test_word_headers_footers_and_embedded_html(tmp_path):
     header = f'<w:hdr xmlns:w="{WORD}">{paragraph("Letterhead")}</w:hdr>'
     footer = f'<w:ftr xmlns:w="{WORD}">{paragraph("Page foot")}</w:ftr>'
-    body = paragraph("Body.") + '<w:altChunk r:id="r2"/><w:altChunk r:id="r3"/>' + paragraph("End.")
+    chart = f"<w:p><w:r><mc:AlternateContent><mc:Choice><chart r:id='r{{}}'/></mc:Choice><mc:Fallback>{run('Not shown')}"
+    chart += "</mc:Fallback></mc:AlternateContent></w:r></w:p>"
+    body = paragraph("Body.") + '<w:altChunk r:id="r2"/><w:altChunk r:id="r3"/>'
+    body += chart.format(4) + chart.format(5) + paragraph("End.")
     path = docx(
         tmp_path / "a.docx",
         body,
@@ -394,9 +411,12 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
         footer=("footer1.xml", footer),
         aFChunk=("chunk.html", "<p>From <b>HTML</b>.</p>"),
         other=("chunk.rtf", "not read"),
+        chart=("charts/chart1.xml", chart_of({"Sales": [5, 6], "Cost": [3, 4]})),
+        map=("charts/chartEx1.xml", chart_of({}, "chartex")),
     )
-    assert notes_of(path) == "what is embedded was not read: word/chunk.rtf"
-    assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
+    assert notes_of(path) == "what is embedded was not read: word/charts/chartEx1.xml, word/chunk.rtf"
+    texts = ["Letterhead", "Body.", "From HTML.", "Q1\nSales: 5\nCost: 3", "Q2\nSales: 6\nCost: 4", "End."]
+    assert text_of(path).split("\n\n") == [*texts, "Page foot"]
 
 
 def test_word_superscripts_by_a_style_and_notes_by_one(tmp_path):
@@ -410,10 +430,11 @@ def test_word_superscripts_by_a_style_and_notes_by_one(tmp_path):
         styles=("styles.xml", f'<w:styles xmlns:w="{WORD}">{style}</w:styles>'),
         footnotes=(
             "footnotes.xml",
-            f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("Net.")}</w:footnote></w:footnotes>',
+            f'<w:footnotes xmlns:w="{WORD}" xmlns:m="{MATH}"><w:footnote w:id="2"><w:p>{run("Net, 10")}'
+            f"{styled('<w:t>6</w:t>')}{run(' or ')}{FRACTION}</w:p></w:footnote></w:footnotes>",
         ),
     )
-    assert text_of(path) == "Area 10⁶ m (Net.)"
+    assert text_of(path) == "Area 10⁶ m (Net, 10⁶ or (a+b)/2)"
 
 
 def test_word_building_blocks_are_not_the_documents_parts(tmp_path):
@@ -594,19 +615,24 @@ def test_slides(tmp_path):
     ]
 
 
-def test_slides_with_formulas_and_charts(tmp_path):
-    """A box with a formula was lost with all of its text, and so was a chart."""
+def test_slides_with_formulas_charts_and_diagrams(tmp_path):
+    """A box with a formula was lost with all of its text, and so was a chart; one in three dimensions made the whole
+    file unreadable.
+    """
     from lxml import etree
     from pptx import Presentation
     from pptx.chart.data import CategoryChartData
     from pptx.enum.chart import XL_CHART_TYPE
+    from pptx.opc.package import Part
+    from pptx.opc.packuri import PackURI
+    from pptx.oxml.ns import qn
 
     presentation = Presentation()
-    shapes = presentation.slides.add_slide(presentation.slide_layouts[6]).shapes
+    slide = presentation.slides.add_slide(presentation.slide_layouts[6])
+    shapes = slide.shapes
     box = shapes.add_textbox(0, 0, 99, 99)
     box.text_frame.text = "The limit is "
-    a14 = "http://schemas.microsoft.com/office/drawing/2010/main"
-    formula = f"<a14:m xmlns:a14='{a14}' xmlns:m='{MATH}'>{FRACTION}</a14:m>"
+    formula = f"<a14:m xmlns:a14='{DRAWINGS}/2010/main' xmlns:m='{MATH}'>{FRACTION}</a14:m>"
     box.text_frame.paragraphs[0]._p.append(etree.fromstring(formula))
     choice = etree.fromstring(
         f"<mc:AlternateContent xmlns:mc='{COMPATIBLE}'><mc:Choice/><mc:Fallback/></mc:AlternateContent>"
@@ -616,15 +642,22 @@ def test_slides_with_formulas_and_charts(tmp_path):
     data = CategoryChartData()
     data.categories = ["Q1", "Q2"]
     data.add_series("Sales", (12.5, None))
-    data.add_series("Cost", (14, 3))
-    _, *diagrams = (shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 99, 99, data) for _ in range(3))
-    for each in diagrams:
-        each._element.graphic.graphicData.set(
-            "uri", "http://schemas.openxmlformats.org/drawingml/2006/diagram"
-        )
+    data.add_series("Cost", (1.1 + 2.2, 3))
+    bars, diagram = (shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 99, 99, data) for _ in range(2))
+    plot = bars.chart._chartSpace.chart.plotArea.find(qn("c:barChart"))
+    plot.tag = plot.tag.replace("barChart", "area3DChart")
+    text = f"<x:dataModel xmlns:x='x' xmlns:a='{DRAWING}'><a:p><a:r><a:t>Ask first</a:t></a:r></a:p></x:dataModel>"
+    part = Part(PackURI("/ppt/diagrams/data1.xml"), "application/xml", presentation.part.package, text.encode())
+    frame = diagram._element.graphic.graphicData
+    frame.remove(frame[0])
+    frame.append(etree.fromstring(f"<relIds xmlns:r='{OFFICE}' r:dm='{slide.part.relate_to(part, 'diagramData')}'/>"))
+    (tmp_path / "a.pptx").write_text("x")
+    shapes.add_ole_object(str(tmp_path / "a.pptx"), "Package", 0, 0)
     presentation.save(tmp_path / "a.pptx")
-    assert notes_of(tmp_path / "a.pptx") == "charts, diagrams or objects on these slides were not read: 1"
-    assert text_of(tmp_path / "a.pptx") == "The limit is (a+b)/2\nQ1\nSales: 12.5\nCost: 14\n\nQ2\nCost: 3"
+    assert notes_of(tmp_path / "a.pptx") == "charts or objects on these slides were not read: 1"
+    assert text_of(tmp_path / "a.pptx") == (
+        "The limit is (a+b)/2\n\nQ1\nSales: 12.5\nCost: 3.3\n\nQ2\nCost: 3\n\nAsk first"
+    )
 
 
 def odt(path, body):
