@@ -46,7 +46,7 @@ BETWEEN = {
 }
 ROWS = {"mtable": "; ", "mtr": ", "}
 AROUND = {"msqrt": ("√(", ")"), "mtable": ("[", "]")}
-OPERATOR = re.compile(r"[-+*/^=<>,\s\u00b1\u00b7\u00d7\u2212\u2264\u2265]")
+OPERATOR = re.compile(r"[-+*/^=<>,\s\u00b1\u00b7\u00d7\u2192\u2212\u2264\u2265]")
 UNSHOWN = re.compile(r"\bdisplay\s*:\s*none\b", re.IGNORECASE)
 # What XML has and HTML has not: text without escapes, and elements that are closed where they open.
 CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
@@ -265,20 +265,16 @@ def _with_operators(tag: str, arguments: list[Any]) -> list[Any]:
     parts = [["(", each, ")"] if _needs_brackets(each) else [each] for each in arguments]
     if tag == "mroot" and len(parts) == 2:  # a root is a power
         return ["(", arguments[0], ")^(1/", *parts[1], ")"]
-    for sign, part in zip(BETWEEN.get(tag, ""), parts[1:], strict=False):
-        part.insert(0, sign)
+    for sign, part, argument in zip(BETWEEN.get(tag, ""), parts[1:], arguments[1:], strict=False):
+        part[:0] = sign if argument.text().strip() else ""
     return [each for part in parts for each in part]
 
 
 def _needs_brackets(argument: Any) -> bool:
-    has_fraction = argument.tag == "mfrac" or argument.css_first("mfrac") is not None
-    return has_fraction or needs_brackets(argument.text())
-
-
-def needs_brackets(term: str) -> bool:
     """Whether a term of a formula has an operator outside of a pair of brackets around it."""
-    term = term.strip()
-    return OPERATOR.search(term) is not None and re.fullmatch(r"\([^()]*\)", term) is None
+    term = argument.text().strip()
+    has_sign = argument.tag in {"mfrac", "msup"} or argument.css_first("mfrac, msup") is not None
+    return (has_sign or OPERATOR.search(term) is not None) and re.fullmatch(r"\([^()]*\)", term) is None
 
 
 def _has_names(row: Any) -> bool:

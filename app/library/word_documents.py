@@ -17,12 +17,14 @@ from xml.etree.ElementTree import Element
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import ABOVE, html_sections, in_line, needs_brackets
+from ragblend.app.library.html_text import ABOVE, html_sections, in_line
 from ragblend.app.library.word_numbering import Numbering, child, number, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
-DRAWING = re.compile(r"\{[^}]*/drawingml/(2006/)?main\}")  # the namespace of texts in slides, charts and diagrams
+DRAWING = re.compile(
+    r"\{[^}]*/drawingml/(2006/)?main\}"
+)  # the namespace of texts in slides, charts and diagrams
 AS_TEXT = {"tab": " ", "ptab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
 # Deleted or moved away, the reading of a Japanese word, the definition of a box's place.
 LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}
@@ -40,19 +42,19 @@ HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
     r"^ppt/|theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
 )  # or read where it is referred to
-# Of Office Math: how the arguments of an element are written, and what stands between those of others.
-PATTERNS = {
-    "f": "{}/{}",
-    "sSup": "{}^{}",
-    "sSub": "{}_{}",
-    "sSubSup": "{}_{}^{}",
-    "sPre": "_{}^{} {}",
-    "func": "{} {}",
-    "limLow": "{} {}",
-    "limUpp": "{} {}",
+# Of Office Math: its elements in MathML, and what stands between the parts of others.
+MATHML = {
+    "f": "mfrac",
+    "sSup": "msup",
+    "sSub": "msub",
+    "sSubSup": "msubsup",
+    "limLow": "munder",
+    "limUpp": "mover",
 }
-SIGNS_OF_LIMITS = {"sub": "_", "sup": "^"}
-ROWS = {"m": "; ", "mr": ", ", "eqArr": "; "}
+MATHML |= {"m": "mtable", "mr": "mtr"} | dict.fromkeys(
+    ("num", "den", "e", "sub", "sup", "deg", "lim", "fName"), "mrow"
+)
+BETWEEN = {"func": " ", "eqArr": "; ", "d": ", "}
 
 
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
@@ -77,10 +79,14 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
         document = _OfficeDocument(archive)
         (main,) = _relations(archive, "", "officeDocument").values()
         slides = _relations(archive, main, "/slide")
-        ids = (id_ for each in archive_xml(archive, main).iterfind(".//{*}sldId") for id_ in each.attrib.values())
+        ids = (
+            id_ for each in archive_xml(archive, main).iterfind(".//{*}sldId") for id_ in each.attrib.values()
+        )
         for at, name in enumerate((slides[each] for each in ids if each in slides), start=1):
             spoken = map(document.part_text, _relations(archive, name, "notesSlide").values())
-            text = "\n".join([document.part_text(name), *(f"Notes: {text}" for text in spoken if text)]).strip()
+            text = "\n".join(
+                [document.part_text(name), *(f"Notes: {text}" for text in spoken if text)]
+            ).strip()
             unread += [str(at)] if document.left_out else []
             empty += [] if text else [str(at)]
             document.left_out.clear()
@@ -96,7 +102,9 @@ def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> dict[str,
     folder, name = posixpath.split(part)
     listed = posixpath.join(folder, "_rels", f"{name}.rels")
     return {
-        item.get("Id", ""): posixpath.normpath(posixpath.join("/", folder, item.get("Target", ""))).lstrip("/")
+        item.get("Id", ""): posixpath.normpath(posixpath.join("/", folder, item.get("Target", ""))).lstrip(
+            "/"
+        )
         for item in (archive_xml(archive, listed) if listed in archive.namelist() else ())
         if item.get("Type", "").endswith(kind)
     }
@@ -162,7 +170,7 @@ class _OfficeDocument:
         elif name in AS_TEXT:
             out.append(AS_TEXT[name])
         elif name == "oMath":
-            out.append(escape(office_formula(node)))
+            out.append(_formula(node))
         elif name in NOTES and (note := self._notes.pop((NOTES[name], value(node, "id")), None)) is not None:
             inside: list[str] = []
             self._write(note, inside)
@@ -301,35 +309,29 @@ def font_sign(font: str, code: int) -> str:
     return SIGNS[font].get(code & 0xFF, "") if font in SIGNS else "" if 0xE000 <= code < 0xF900 else chr(code)
 
 
-def office_formula(element: Element) -> str:
-    """Office Math as one line: `(a+b)/c`, `x^2`, `√(2)`."""
+def _formula(element: Element) -> str:
+    """Office Math as MathML."""
     name = local_name(element)
     if name == "t":
-        return element.text or ""
-    found = [
-        (local_name(part), text)
-        for part in element
-        if not local_name(part).endswith("Pr")
-        if (text := office_formula(part))
-    ]
-    parts = [text for _, text in found]
-    terms = [f"({text})" if needs_brackets(text) else text for text in parts]
+        return escape(element.text or "")
     settings = child(element, f"{name}Pr")
-    if name in PATTERNS and len(terms) == PATTERNS[name].count("{}"):
-        return PATTERNS[name].format(*terms)
-    if name == "rad" and parts:  # other roots are powers
-        return f"√({parts[-1]})" if len(parts) < 2 else f"({parts[-1]})^(1/{terms[0]})"
+    parts = [_formula(part) for part in element if not local_name(part).endswith("Pr")]
+    text = BETWEEN.get(name, "").join(parts)
     if name == "nary":
-        sign = _setting(settings, "chr", "∫")
-        return sign + "".join(
-            SIGNS_OF_LIMITS.get(kind, " ") + term for (kind, _), term in zip(found, terms, strict=True)
-        )
+        limits = f"<mo>{_setting(settings, 'chr', '∫')}</mo>{''.join(parts[:-1])}"
+        return f"<munderover>{limits}</munderover>{parts[-1]}"
+    if name == "sPre":
+        return f"<msubsup><mrow></mrow>{''.join(parts[:-1])}</msubsup>{parts[-1]}"
+    if name == "rad":
+        degree = child(element, "deg")
+        has_degree = degree is not None and "".join(degree.itertext()).strip()
+        return f"<mroot>{''.join(reversed(parts))}</mroot>" if has_degree else f"<msqrt>{parts[-1]}</msqrt>"
     if name == "d":
-        return f"{_setting(settings, 'begChr', '(')}{', '.join(parts)}{_setting(settings, 'endChr', ')')}"
-    text = ROWS.get(name, "").join(parts)
-    return f"[{text}]" if name == "m" else text
+        return f"{_setting(settings, 'begChr', '(')}{text}{_setting(settings, 'endChr', ')')}"
+    tag = MATHML.get(name)
+    return f"<{tag}>{text}</{tag}>" if tag else text
 
 
 def _setting(settings: Element | None, name: str, default: str) -> str:
     found = child(settings, name)
-    return default if found is None else value(found, "val")
+    return default if found is None else escape(value(found, "val"))

@@ -132,6 +132,7 @@ A_PLUS_B = "<mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow>"
         ("<math><msqrt><mn>2</mn></msqrt><mroot><mn>8</mn><mn>3</mn></mroot></math>", ["√(2)(8)^(1/3)"], []),
         ("<math><msup><mfrac><mi>a</mi><mi>b</mi></mfrac><mn>2</mn></msup></math>", ["(a/b)^2"], []),
         ("<math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>", ["x_1^2"], []),
+        ("<math><msup><msup><mi>x</mi><mn>2</mn></msup><mn>3</mn></msup></math>", ["(x^2)^3"], []),
         (
             "<math><munderover><mo>∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mn>10</mn></munderover><mi>i</mi></math>",
             ["∑_(i=1)^10 i"],
@@ -374,6 +375,16 @@ def term(name, text):
         (f"<m:d><m:dPr><m:begChr m:val='|'/><m:endChr m:val='|'/></m:dPr>{term('e', 'x')}</m:d>", "|x|"),
         (f"<m:d>{term('e', 'x')}{term('e', 'y')}</m:d>", "(x, y)"),
         (
+            f"<m:func><m:fName><m:limLow>{term('e', 'lim')}{term('lim', 'x→0')}</m:limLow></m:fName>"
+            f"{term('e', 'x')}</m:func>",
+            "lim_(x→0) x",
+        ),
+        (f"<m:sPre>{term('sub', '1')}{term('sup', '2')}{term('e', 'H')}</m:sPre>", "_1^2 H"),
+        (
+            f"<m:sSup><m:e><m:sSup>{term('e', 'x')}{term('sup', '2')}</m:sSup></m:e>{term('sup', '3')}</m:sSup>",
+            "(x^2)^3",
+        ),
+        (
             "<m:d><m:dPr><m:begChr m:val='{'/><m:endChr m:val=''/></m:dPr>"
             f"<m:e><m:eqArr>{term('e', 'x=1')}{term('e', 'y=2')}</m:eqArr></m:e></m:d>",
             "{x=1; y=2",
@@ -400,8 +411,8 @@ def chart_of(series, kind="chart"):
 def test_word_headers_footers_and_embedded_html(tmp_path):
     header = f'<w:hdr xmlns:w="{WORD}">{paragraph("Letterhead")}</w:hdr>'
     footer = f'<w:ftr xmlns:w="{WORD}">{paragraph("Page foot")}</w:ftr>'
-    chart = f"<w:p><w:r><mc:AlternateContent><mc:Choice><chart r:id='r{{}}'/></mc:Choice><mc:Fallback>{run('Not shown')}"
-    chart += "</mc:Fallback></mc:AlternateContent></w:r></w:p>"
+    chart = "<w:p><mc:AlternateContent><mc:Choice><chart r:id='r{}'/></mc:Choice>"
+    chart += f"<mc:Fallback>{run('Not shown')}</mc:Fallback></mc:AlternateContent></w:p>"
     body = paragraph("Body.") + '<w:altChunk r:id="r2"/><w:altChunk r:id="r3"/>'
     body += chart.format(4) + chart.format(5) + paragraph("End.")
     path = docx(
@@ -647,10 +658,14 @@ def test_slides_with_formulas_charts_and_diagrams(tmp_path):
     plot = bars.chart._chartSpace.chart.plotArea.find(qn("c:barChart"))
     plot.tag = plot.tag.replace("barChart", "area3DChart")
     text = f"<x:dataModel xmlns:x='x' xmlns:a='{DRAWING}'><a:p><a:r><a:t>Ask first</a:t></a:r></a:p></x:dataModel>"
-    part = Part(PackURI("/ppt/diagrams/data1.xml"), "application/xml", presentation.part.package, text.encode())
+    part = Part(
+        PackURI("/ppt/diagrams/data1.xml"), "application/xml", presentation.part.package, text.encode()
+    )
     frame = diagram._element.graphic.graphicData
     frame.remove(frame[0])
-    frame.append(etree.fromstring(f"<relIds xmlns:r='{OFFICE}' r:dm='{slide.part.relate_to(part, 'diagramData')}'/>"))
+    frame.append(
+        etree.fromstring(f"<relIds xmlns:r='{OFFICE}' r:dm='{slide.part.relate_to(part, 'diagramData')}'/>")
+    )
     (tmp_path / "a.pptx").write_text("x")
     shapes.add_ole_object(str(tmp_path / "a.pptx"), "Package", 0, 0)
     presentation.save(tmp_path / "a.pptx")
