@@ -7,7 +7,7 @@ formats are converted to HTML by a library of their own, and come here too.
 import re
 from dataclasses import dataclass, field
 from html import escape
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from typing import Any
 from unicodedata import normalize
 
@@ -31,6 +31,7 @@ LETTERS |= {"lowerroman": "lowerRoman", "upperroman": "upperRoman"}
 SUPERSCRIPT = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋")
 CELLS = {"td", "th"}
+MOST_SPANNED = 1000  # rows or columns
 ABOVE = "^"  # as the rowspan of a cell that goes on the one above; HTML has none such
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 MARKS = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
@@ -89,11 +90,7 @@ def _rows_of_table(found: re.Match[str]) -> str:
     if not rows:
         return found["lines"]
     heads = sum(1 for _ in takewhile(lambda row: row[0].startswith(_NAMES), rows))
-    rows = _spread(rows)
-    if 1 < heads < len(rows):  # such as `2024 | 2025` above `Q1 | Q2 | Q1 | Q2`
-        columns = zip_longest(*rows[:heads], fillvalue="")
-        rows[:heads] = [[" ".join(dict.fromkeys(filter(None, column))) for column in columns]]
-    text = _LAST_EMPTY.sub("", rows_as_text(rows, has_header=bool(heads)))
+    text = _LAST_EMPTY.sub("", rows_as_text(_spread(rows), heads=heads))
     return "\n".join([*titles, "", text, ""])
 
 
@@ -254,8 +251,8 @@ def _begins_item(paragraph: Any) -> bool:
 
 def _more(cell: Any, attribute: str) -> int:
     """How many further rows or columns a cell spans."""
-    digits = re.match(r"[1-9]\d?", cell.attributes.get(attribute) or "")
-    return int(digits[0]) - 1 if digits else 0
+    digits = re.match(r"\d{1,4}", cell.attributes.get(attribute) or "")
+    return min(int(digits[0]), MOST_SPANNED) - 1 if digits else 0
 
 
 def _with_operators(tag: str, arguments: list[Any]) -> list[Any]:

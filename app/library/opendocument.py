@@ -10,11 +10,12 @@ from ragblend.app.library.html_text import html_sections, in_line
 from ragblend.app.library.word_numbering import child, value
 
 TAGS = {"h": "h1", "p": "p", "list-item": "div", "text-box": "div", "table": "table", "table-row": "tr"}
-TAGS |= {"table-cell": "td", "covered-table-cell": "td"}
+TAGS |= {"table-cell": "td"}
 AS_TEXT = {"s": " ", "tab": " ", "line-break": "<br>"}
 NOTES = {"note-body", "annotation"}
-# Deleted text, the number of a note, the reading of a Japanese word, who wrote a comment and when.
-LEFT_OUT = {"tracked-changes", "sequence-decls", "note-citation", "ruby-text"}
+# Deleted text, where a merged cell goes on, the number of a note, the reading of a Japanese word, the author and date
+# of a comment.
+LEFT_OUT = {"tracked-changes", "covered-table-cell", "sequence-decls", "note-citation", "ruby-text"}
 LEFT_OUT |= {"sender-initials", "creator-initials", "date-string"}
 LEFT_OUT |= {"{http://purl.org/dc/elements/1.1/}creator", "{http://purl.org/dc/elements/1.1/}date"}
 SVG = "urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0"  # whose names are those of text fields too
@@ -55,4 +56,12 @@ def _write(node: Element, marks: dict[str, str], out: list[str], is_text: bool) 
     if name in NOTES:
         out.append(f" ({in_line(''.join(inside))}) ")
     else:
-        out += [f"<{tag}>" if tag else AS_TEXT.get(name, ""), *inside, f"</{tag}>" if tag else ""]
+        spans = "".join(
+            f' {name}="{value(node, f"number-{what}-spanned")}"'
+            for name, what in (("colspan", "columns"), ("rowspan", "rows"))
+        )
+        out += [
+            f"<{tag}{spans if tag == 'td' else ''}>" if tag else AS_TEXT.get(name, ""),
+            *inside,
+            f"</{tag}>" if tag else "",
+        ]

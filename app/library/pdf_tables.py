@@ -4,14 +4,15 @@ pdfium's text has the cells of a table one after another, and starts a new line 
 as rows only where the text has exactly its letters, in the same order: nothing is lost or moved.
 """
 
-from collections.abc import Sequence, Set
+from bisect import bisect, bisect_left
+from collections.abc import Iterator, Sequence, Set
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
 from ragblend.app.library.matching import HYPHENS, fold
-from ragblend.app.library.tables import rows_as_text
+from ragblend.app.library.tables import is_divided, rows_as_text, with_merged_cells
 
 # On a page: ends of lines and corners of boxes, of which a table of two by two has 12, and edges of two columns. What
 # has more is a drawing or squared paper, of which pdfplumber looks at all crossings.
@@ -19,14 +20,14 @@ LEAST_POINTS, MOST_POINTS, LEAST_EDGES, MOST_CROSSINGS = 12, 4000, 3, 4000
 LEAST_LENGTH = 5  # of an edge, in points of a page
 LEAST_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
 EDGE = frozenset(" \t") | HYPHENS
-Table = list[list[str]]
 
 
 class PageTable(NamedTuple):
-    """edges: of its columns, in points."""
+    """edges: of its columns, in points; merged: cells that span others, as `with_merged_cells` takes them."""
 
-    rows: Table
-    edges: tuple[int, ...]
+    rows: list[list[str]]
+    edges: Sequence[int] = ()
+    merged: Sequence[tuple[int, int, int, int]] = ()
 
 
 class TableFinder:
@@ -51,7 +52,7 @@ class TableFinder:
             (page, edges, names), first, last = self._last, tables[0], tables[-1]
             goes_on = page == number - 1 and edges == first.edges and names != first.rows[0]
             self._last = number, last.edges, last.rows[0]
-            return with_table_rows(text, [each.rows for each in tables], goes_on)
+            return with_table_rows(text, tables, goes_on)
         except MemoryError:
             raise
         except Exception:  # pdfium, pdfplumber and pdfminer raise anything for a damaged page
@@ -84,15 +85,28 @@ class TableFinder:
         found = []
         with closing(self._opened.pages[number]) as page:  # else it keeps all of the page's letters
             for table in page.find_tables():
-                cells = [[_on_one_line(cell or "") for cell in row] for row in table.extract()]
-                rows = [row for row in cells if any(row)]
-                if _is_table(rows):
+                rows = [[_on_one_line(cell or "") for cell in row] for row in table.extract()]
+                if _is_table(rows, len(table.cells)):
                     edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
-                    found.append(PageTable(rows, tuple(sorted(edges))))
+                    found.append(PageTable(rows, sorted(edges), list(_merged(table.cells))))
         return found
 
 
-def with_table_rows(text: str, tables: Sequence[Table], goes_on: bool = False) -> str:
+def _merged(cells: Sequence[tuple[float, float, float, float]]) -> Iterator[tuple[int, int, int, int]]:
+    """Those of a table's cells (left, top, right, bottom) that span rows or columns, in these instead of in points."""
+    columns, rows = (sorted({cell[at] for cell in cells}) for at in (0, 1))
+    for left, top, right, bottom in cells:
+        span = (
+            bisect(columns, left),
+            bisect(rows, top),
+            bisect_left(columns, right),
+            bisect_left(rows, bottom),
+        )
+        if span[:2] != span[2:]:
+            yield span
+
+
+def with_table_rows(text: str, tables: Sequence[PageTable], goes_on: bool = False) -> str:
     """The text with these tables row by row, each if it has the letters of the cells in this order, at one place.
 
     goes_on: whether the first table began on the page before.
@@ -100,22 +114,24 @@ def with_table_rows(text: str, tables: Sequence[Table], goes_on: bool = False) -
     letters, places = fold(text)
     pieces, cursor, done = list[str](), 0, 0
     for number, table in enumerate(tables):
-        wanted = "".join(fold(cell)[0] for row in table for cell in row)
+        wanted = "".join(fold(cell)[0] for row in table.rows for cell in row)
         found = letters.find(wanted, cursor)
         if found < 0 or letters.find(wanted, found + 1) >= 0:
             continue
         at = found + len(wanted)
-        rows = _cells_as_in(text, places[found:at], table)
+        rows = _cells_as_in(text, places[found:at], table.rows)
         if rows is None:
             continue
         start, stop = _with_signs(text, places[found], places[at - 1] + 1, EDGE)
-        named = rows_as_text(rows, may_have_names=bool(number) or not goes_on)
+        named = rows_as_text(
+            _with_merged_cells(rows, table.merged), may_have_names=bool(number) or not goes_on
+        )
         pieces += [text[done : max(start, done)].rstrip(), named]
         cursor, done = at, stop
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
 
 
-def _cells_as_in(text: str, places: Sequence[int], table: Table) -> Table | None:
+def _cells_as_in(text: str, places: Sequence[int], table: list[list[str]]) -> list[list[str]] | None:
     """The cells as the text has them, at these places of their letters: pdfium tells words apart more surely. None if a
     cell would begin or end within a word.
     """
@@ -130,6 +146,17 @@ def _cells_as_in(text: str, places: Sequence[int], table: Table) -> Table | None
             rows[-1].append(part)
             at += size
     return rows
+
+
+def _with_merged_cells(rows: list[list[str]], merged: Sequence[tuple[int, int, int, int]]) -> list[list[str]]:
+    """The rows that have text, with that of a merged cell in all rows that it spans; and in all columns if they have
+    names of their own.
+    """
+    narrow = [(left, top, left, bottom) for left, top, _, bottom in merged]
+    wide, whole = (
+        [row for row in with_merged_cells(map(list, rows), spans) if any(row)] for spans in (merged, narrow)
+    )
+    return wide if is_divided(wide) else whole
 
 
 def _whole_words(text: str, places: Sequence[int]) -> str | None:
@@ -148,13 +175,13 @@ def _with_signs(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int,
     return start, stop
 
 
-def _is_table(table: Table) -> bool:
-    cells = [cell for row in table for cell in row]
+def _is_table(rows: list[list[str]], cells: int) -> bool:
+    texts = [cell for row in rows for cell in row if cell]
     return (
-        len(table) > 1
-        and len(table[0]) > 1
-        and sum(map(bool, cells)) >= LEAST_FILLED * len(cells)
-        and max(map(len, cells)) <= CELL_CHARACTERS  # else the lines are the page's layout
+        sum(map(any, rows)) > 1
+        and len(rows[0]) > 1
+        and len(texts) >= LEAST_FILLED * cells
+        and max(map(len, texts)) <= CELL_CHARACTERS  # else the lines are the page's layout
     )
 
 

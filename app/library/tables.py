@@ -84,8 +84,7 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
     table = first[above:]
     to_empty_row = [row for at, (number, row) in enumerate(table) if number == table[0][0] + at]
     heads = _count_heads(to_empty_row)
-    columns = zip_longest(*to_empty_row[:heads], fillvalue="")
-    names = [" ".join(dict.fromkeys(filter(None, column))) for column in columns]
+    names = _joined(to_empty_row[:heads])
     following = chain(table[heads:], filled, [(0, [])])
     before, last = table[0] if table else (0, [])
     for (number, row), (_, after) in pairwise(following):
@@ -107,8 +106,7 @@ def _begins_table(before: Sequence[str], row: Sequence[str], after: Sequence[str
 
 
 def _count_heads(rows: Sequence[Sequence[str]]) -> int:
-    """How many rows name the columns of CSV or of a sheet: nearly always one. It is two where the second divides
-    columns of one name, as `Q1 | Q2` do below `2024 | 2024`, and no others.
+    """How many rows name the columns of CSV or of a sheet: nearly always one, or two (`is_divided`).
 
     It is none where the first row has numbers or dates that are no scale; and where the rows are labels, each with a
     value, of which some are numbers and at least half are different texts.
@@ -126,11 +124,23 @@ def _count_heads(rows: Sequence[Sequence[str]]) -> int:
     texts = {value for value in values if not VALUE.fullmatch(value)}
     if len(names) == 2 and len(values) < 4 * of_numbers and len(values) <= 2 * len(texts):
         return 0
-    have_values = [any(map(VALUE.fullmatch, row)) for row in rest[:2]]
+    return 1 + is_divided(rows)
+
+
+def is_divided(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether the second row divides columns of one name, as `Q1 | Q2` do below `2024 | 2024`, and no others."""
+    names = list(filter(None, rows[0]))
+    have_values = [any(map(VALUE.fullmatch, row)) for row in rows[1:3]]
     if len(set(names)) == len(names) or have_values != [False, True]:
-        return 1
-    columns = zip_longest(header, rest[0], fillvalue="")
-    return 2 if all(below in ("", name) for name, below in columns if names.count(name) == 1) else 1
+        return False
+    columns = zip_longest(*rows[:2], fillvalue="")
+    return all(below in ("", name) for name, below in columns if names.count(name) == 1)
+
+
+def _joined(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The names of columns that several rows name."""
+    columns = zip_longest(*rows, fillvalue="")
+    return [" ".join(dict.fromkeys(filter(None, column))) for column in columns]
 
 
 def _is_scale(header: Sequence[str], below: Sequence[str] = ()) -> bool:
@@ -144,14 +154,17 @@ def _is_scale(header: Sequence[str], below: Sequence[str] = ()) -> bool:
     return all(size < following for size, following in pairwise(sizes))
 
 
-def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, has_header: bool = False) -> str:
+def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, heads: int = 0) -> str:
     """A document's table as CSV's rows, a paragraph each, if its first row names the columns; else a line `a | b | c` a
     row. Rows from the first one on that has fewer cells (a total) are lines, too.
 
-    may_have_names: False if it began on the page before; has_header: it is marked as such.
+    may_have_names: False if it began on the page before; heads: how many rows are marked as names.
     """
+    heads = heads or 2 * (may_have_names and is_divided(rows))
+    if 1 < heads < len(rows):
+        rows = [_joined(rows[:heads]), *rows[heads:]]
     same = list(takewhile(lambda row: len(row) == len(rows[0]), rows))
-    if not may_have_names or not _has_names(same, has_header):
+    if not may_have_names or not _has_names(same, heads > 0):
         return "\n".join(map(_as_line, rows))
     named = "\n\n".join(_row_text(same[0], row) for row in same[1:])
     rest = "\n".join(map(_as_line, rows[len(same) :]))
@@ -217,7 +230,7 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             uncomputed += len(UNCOMPUTED.findall(markup))
             yield from (
                 (named + text, location)
-                for text, location in table_rows(_with_merged_cells(rows, merged), place)
+                for text, location in table_rows(with_merged_cells(rows, merged), place)
             )
     finally:
         workbook.close()
@@ -227,8 +240,8 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
         )
 
 
-def _with_merged_cells(
-    rows: Iterable[list[str]], merged: Sequence[tuple[int, int, int, int]]
+def with_merged_cells(
+    rows: Iterable[list[str]], merged: Iterable[tuple[int, int, int, int]]
 ) -> Iterator[list[str]]:
     """The rows with the text of a merged cell in all rows that it spans, and in all columns if it is in the header.
 

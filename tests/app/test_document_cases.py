@@ -12,7 +12,7 @@ from pypdf import PdfWriter
 
 from ragblend.app.library import readers
 from ragblend.app.library.discovery import discover
-from ragblend.app.library.pdf_tables import with_table_rows
+from ragblend.app.library.pdf_tables import PageTable, with_table_rows
 from ragblend.app.library.readers import clean, parse
 from ragblend.app.library.tables import rows_as_text
 
@@ -739,6 +739,13 @@ ODT_NOTE = (
             "</text:p>",
             "10⁶ H₂3 m²",
         ),
+        (
+            "<table:table><table:table-row><table:table-cell table:number-rows-spanned='2'><text:p>North</text:p>"
+            "</table:table-cell><table:table-cell><text:p>York</text:p></table:table-cell></table:table-row>"
+            "<table:table-row><table:covered-table-cell/><table:table-cell><text:p>Leeds</text:p></table:table-cell>"
+            "</table:table-row></table:table>",
+            "North | York North | Leeds",
+        ),
         (odt_cells("<text:p>outer</text:p>" + odt_cells("<text:p>inner</text:p>")), "outer inner"),
         (
             "<text:section text:display='none'><text:p>hidden</text:p></text:section><text:p>shown</text:p>"
@@ -746,7 +753,18 @@ ODT_NOTE = (
             "shown",
         ),
     ],
-    ids=["text", "note", "comment", "paragraphs of a cell", "list", "box", "raised", "nested", "hidden"],
+    ids=[
+        "text",
+        "note",
+        "comment",
+        "paragraphs of a cell",
+        "list",
+        "box",
+        "raised",
+        "merged",
+        "nested",
+        "hidden",
+    ],
 )
 def test_opendocument(tmp_path, body, wanted):
     assert " ".join(text_of(odt(tmp_path / "a.odt", body)).split()) == wanted
@@ -948,12 +966,17 @@ TABLE = [
 ]
 
 
+SPANS = [["Region", "City", "Sales"], ["North", "York", "5"], ["", "Leeds", "6"], ["South", "Bath", "7"]]
+
+
 def write_table(path, rows, after="Section 4 follows.", **ruled):
     from reportlab.lib.styles import getSampleStyleSheet
     from reportlab.platypus import Paragraph, SimpleDocTemplate, Table, TableStyle
 
     style = getSampleStyleSheet()["Normal"]
     grid = TableStyle([("GRID", (0, 0), (-1, -1), 0.5, "black")] if ruled.get("grid", True) else [])
+    for cells in ruled.get("merged", ()):
+        grid.add("SPAN", *cells)
     before, table = (
         Paragraph(ruled.get("before", "The excess is what you bear yourself."), style),
         Table(rows, colWidths=ruled.get("widths"), style=grid),
@@ -971,6 +994,33 @@ def test_a_ruled_table_of_a_pdf_is_read_row_by_row(tmp_path):
         "Event: Returned premium\nExcess: -£20\nRemarks: -\n\n"
         "Section 4 follows."
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "merged", "text"),
+    [
+        (SPANS, [((0, 1), (0, 2))], rows_as_text([*SPANS[:2], ["North", "Leeds", "6"], SPANS[3]])),
+        (
+            [
+                ["Kind", "2024", "", "Sum"],
+                ["", "Q1", "Q2", ""],
+                ["Tea", "1", "2", "3"],
+                ["Milk", "5", "6", "11"],
+            ],
+            [((0, 0), (0, 1)), ((1, 0), (2, 0))],
+            "Kind: Tea\n2024 Q1: 1\n2024 Q2: 2\nSum: 3\n\nKind: Milk\n2024 Q1: 5\n2024 Q2: 6\nSum: 11",
+        ),
+        (
+            [["Name of the boat", "", "Berth"], ["Gull", "", "12"], ["built", "1921", "wood"]],
+            [((0, 0), (1, 0)), ((0, 1), (1, 1))],
+            "Name of the boat | | Berth\nGull | | 12\nbuilt | 1921 | wood",
+        ),
+    ],
+    ids=["rows", "names", "form"],
+)
+def test_merged_cells_of_a_pdf(tmp_path, rows, merged, text):
+    path = write_table(tmp_path / "a.pdf", rows, merged=merged, before="Before.", after="After.")
+    assert text_of(path) == f"Before.\n\n{text}\n\nAfter."
 
 
 def test_cells_of_one_digit_are_cells(tmp_path):
@@ -1046,9 +1096,6 @@ def test_html_tables(tmp_path, markup, text):
     assert text_of(tmp_path / "a.html") == text
 
 
-SPANS = [["Region", "City", "Sales"], ["North", "York", "5"], ["", "Leeds", "6"], ["South", "Bath", "7"]]
-
-
 @pytest.mark.parametrize(
     ("head", "rows", "text"),
     [
@@ -1069,6 +1116,11 @@ SPANS = [["Region", "City", "Sales"], ["North", "York", "5"], ["", "Leeds", "6"]
         ),
         ("", "<tr><td rowspan=2>North<td>York<tr><td>Leeds", "North | York\nNorth | Leeds"),
         ("", "<tr><td colspan=3>Head<tr><td>a<td colspan=2>b", "Head\n\na | b"),
+        (
+            "",
+            f"<tr><td rowspan=120>x<td>0{''.join(f'<tr><td>{n}' for n in range(1, 120))}",
+            "\n".join(f"x | {n}" for n in range(120)),
+        ),
         (
             "",
             f"<tr><td rowspan=2><p>{'word ' * 80}end.<p>Second.<td>Title<tr><td>Below",
@@ -1163,13 +1215,19 @@ def test_a_page_that_pdfplumber_cannot_read_keeps_its_text(tmp_path, monkeypatch
 def test_table_rows_replace_only_the_letters_that_they_have():
     table = [["Moles", "12"], ["Quays", "-"]]
     assert (
-        with_table_rows("See: Moles 12\nQuays - \nEnd.", [table]) == "See:\n\nMoles | 12\nQuays | -\n\nEnd."
+        with_table_rows("See: Moles 12\nQuays - \nEnd.", [PageTable(table)])
+        == "See:\n\nMoles | 12\nQuays | -\n\nEnd."
     )
-    assert with_table_rows("See: Moles 12\nQuays - \n", [table, table]) == "See:\n\nMoles | 12\nQuays | -"
-    assert with_table_rows("See: 12 Moles\nQuays", [table]) == "See: 12 Moles\nQuays", "in another order"
+    assert (
+        with_table_rows("See: Moles 12\nQuays - \n", [PageTable(table)] * 2)
+        == "See:\n\nMoles | 12\nQuays | -"
+    )
+    assert with_table_rows("See: 12 Moles\nQuays", [PageTable(table)]) == "See: 12 Moles\nQuays", (
+        "in another order"
+    )
     text = "Call 1234 now.\n1 2\n3 4"
-    assert with_table_rows(text, [[["1", "2"], ["3", "4"]]]) == text, "at two places"
-    assert with_table_rows("p. 12534", [[["12", "5"], ["3", "4"]]]) == "p. 12534", "within a word"
+    assert with_table_rows(text, [PageTable([["1", "2"], ["3", "4"]])]) == text, "at two places"
+    assert with_table_rows("p. 12534", [PageTable([["12", "5"], ["3", "4"]])]) == "p. 12534", "within a word"
 
 
 def test_a_hyphen_at_a_pdfs_line_end_stays_before_a_digit_or_capital(tmp_path):
