@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from email.message import EmailMessage, MIMEPart
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +110,14 @@ def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
     """
     attached = list[str]()
     for message, place in _messages(path):
-        unread = [part for part in message.iter_attachments() if not any(_inline_texts(part, path, []))]
-        names = [part.get_filename() or part.get_content_type() for part in unread]
+        contents = list(_contents(message, path, notes))
+        names = [name for _, name in contents if name]
         attached += names
-        yield _message_text(message, names, path, notes), place
+        heads = [
+            f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]
+        ]
+        heads += [f"Attachments: {', '.join(names)}"] if names else []
+        yield "\n".join([*heads, "", "\n\n".join(text for text, _ in contents if text)]), place
     if attached:
         notes.append(f"attachments were not read: {shortened(attached)}")
 
@@ -131,21 +134,18 @@ def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
             yield message_from_bytes(box.get_bytes(key), policy=policy.default), f"message {number}"
 
 
-def _message_text(message: EmailMessage, attachments: Sequence[str], path: Path, notes: list[str]) -> str:
-    heads = [f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]]
-    attached = [f"Attachments: {', '.join(attachments)}"] if attachments else []
-    return "\n".join([*heads, *attached, "", "\n\n".join(_inline_texts(message, path, notes))])
-
-
-def _inline_texts(part: Any, path: Path, notes: list[str]) -> Iterator[str]:
-    """A message's texts: there are several around pictures. Each is the plain one of its alternatives, if not blank."""
-    if part.get_content_type() == "multipart/mixed":
+def _contents(part: Any, path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
+    """The texts of a message, of which there are several around pictures, and the names of what is no text: "" for the
+    other. A text is the plain one of its alternatives, if that is not blank.
+    """
+    if part.get_content_maintype() == "multipart" and part.get_content_subtype() != "alternative":
         for each in part.iter_parts():
-            yield from _inline_texts(each, path, notes)
-    elif not part.get_filename():
-        bodies = (part.get_body((kind,)) for kind in ("plain", "html"))
-        texts = (_body_text(body, path, notes) for body in bodies if body is not None)
-        yield from islice(filter(str.strip, texts), 1)
+            yield from _contents(each, path, notes)
+        return
+    kinds = () if part.get_filename() else ("plain", "html")
+    bodies = [body for kind in kinds if (body := part.get_body((kind,))) is not None]
+    texts = (_body_text(body, path, notes) for body in bodies)
+    yield next(filter(str.strip, texts), ""), "" if bodies else part.get_filename() or part.get_content_type()
 
 
 def _body_text(body: MIMEPart, path: Path, notes: list[str]) -> str:

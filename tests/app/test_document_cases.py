@@ -888,7 +888,9 @@ def test_mail(tmp_path):
 
 
 def test_mail_of_several_texts(tmp_path):
-    """The text behind a picture was named as an attachment, and of an empty plain text with HTML nothing was read."""
+    """The text behind a picture was named as an attachment, of an empty plain text with HTML nothing was read, and what
+    is attached to an inner message was not named.
+    """
     message = EmailMessage()
     message.set_content("It hangs")
     message.add_attachment(b"x", maintype="image", subtype="png", filename="door.png", disposition="inline")
@@ -897,8 +899,12 @@ def test_mail_of_several_texts(tmp_path):
     last.set_content(" \n")
     last.add_alternative("<p>The fee is <b>400</b>.", subtype="html")
     message.attach(last)
+    inner = EmailMessage()  # as programs forward a message
+    inner.set_content("It is new.")
+    inner.add_attachment(b"x", maintype="application", subtype="pdf", filename="key.pdf")
+    message.attach(inner)
     (tmp_path / "a.eml").write_bytes(message.as_bytes())
-    text = "Attachments: door.png\n\nIt hangs\n\nbehind the door.\n\nThe fee is 400."
+    text = "Attachments: door.png, key.pdf\n\nIt hangs\n\nbehind the door.\n\nThe fee is 400.\n\nIt is new."
     assert parse(tmp_path / "a.eml")["parts"] == [(text, "")]
 
 
