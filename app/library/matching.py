@@ -7,6 +7,7 @@ texts are folded to their letters, and a match is exact in those.
 import unicodedata
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import chain
 
 from ragblend.app.library.tables import CELL_NAME
 
@@ -25,6 +26,7 @@ def fold(characters: Sequence[str]) -> Folded:
         for letter in unicodedata.normalize("NFKC", character).casefold():
             if (
                 letter not in HYPHENS
+                and letter != "|"  # between the cells of a row, where a page has nothing
                 and not letter.isspace()
                 and unicodedata.category(letter) not in ("Cc", "Cf")
             ):
@@ -50,13 +52,15 @@ def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[t
 
 
 def _by_lines(text: str, letters: str) -> list[tuple[int, int, int]] | None:
-    """Readers may order columns and footers differently: each line must come after the last one, or occur once.
+    """Readers may order columns and footers differently: each line, or cell of a row that is not there as a whole, must
+    come after the last one, or occur once.
 
     Returns (index on the page, start, stop) of each line, all in letters; start and stop are those in the text.
     """
     found: list[tuple[int, int, int]] = []
     cursor = end = 0
-    for line in text.split("\n"):
+    lines = ([line] if fold(line)[0] in letters else line.split(" | ") for line in text.split("\n"))
+    for line in chain.from_iterable(lines):
         wanted, _ = fold(line)
         begin, end = end, end + len(wanted)
         start = letters.find(wanted, cursor)

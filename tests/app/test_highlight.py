@@ -264,6 +264,12 @@ def test_damaged_document_has_a_reason(sources, tmp_path, make):
         ("first line\nsecond line", "second line 7 first line", [(14, 24), (0, 11)]),
         ("a line here\nanother", "a line here and a line here", None),
         ("the line here\n7\nmore", "the line here ... more", [(0, 13), (18, 22)]),
+        ("Pump | 12 | heavy", "2 Pump 12 heavy", [(2, 15)]),
+        (
+            "North | Leeds | 1\nNorth | Hull | light",  # a merged cell
+            "North Leeds 1 Hull light",
+            [(0, 13), (0, 5), (14, 18), (19, 24)],
+        ),
         ("", "text", None),
         (" \n", "text", None),
     ],
