@@ -31,6 +31,8 @@ LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "t
 NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "commentReference": "comments"}
 MARKS = {"superscript": "sup", "subscript": "sub"}
 EMBEDDED = {"OLEObject", "oleObj"}
+YES = {"1", "true"}
+RELATED = {"altChunk", "relIds", *EMBEDDED}
 NEWER_CHART = re.compile(r"\{[^}]*/chartex\}")  # a waterfall, a map
 # By the last byte of their code: boxes, ticks and arrows. Symbol's are those of the PDF font of that name.
 SIGNS = {
@@ -54,6 +56,7 @@ MATHML = {
 MATHML |= {"m": "mtable", "mr": "mtr"} | dict.fromkeys(
     ("num", "den", "e", "sub", "sup", "deg", "lim", "fName"), "mrow"
 )
+EMPTY = "<mrow></mrow>"
 BETWEEN = {"func": " ", "eqArr": "; ", "d": ", "}
 
 
@@ -175,9 +178,9 @@ class _OfficeDocument:
             inside: list[str] = []
             self._write(note, inside)
             out.append(f" ({in_line(''.join(inside))}) ")
-        elif name == "sym":
-            font, code = value(node, "font"), int(value(node, "char") or "0", 16)
-            sign = font_sign(font, code)
+        elif name == "sym" and (code := value(node, "char")):  # a slide's is the name of a font
+            font = value(node, "font")
+            sign = font_sign(font, int(code, 16))
             self.unread_fonts |= set() if sign else {font}
             out.append(escape(sign or REPLACED))
         elif name == "ddList":  # of a form: what is chosen in a list
@@ -186,7 +189,7 @@ class _OfficeDocument:
             out.append(escape("".join(entries[chosen : chosen + 1])))
         elif name == "docPr":  # of a picture
             out.append(f" {escape(node.get('descr', ''))} ")
-        elif name in {"altChunk", "relIds", *EMBEDDED} or (name == "chart" and not len(node)):
+        elif name in RELATED or (name == "chart" and not len(node)):
             self._write_related(node, out)
         elif child(node, "ser") is not None:  # of a chart
             out.append(_chart_table(node))
@@ -197,7 +200,7 @@ class _OfficeDocument:
                 if in_line("".join(inside)) or len(self.left_out) > unread:
                     out += inside
                     break
-        elif name == "tc" and value(node, "hMerge") in {"1", "true"}:
+        elif name == "tc" and value(node, "hMerge") in YES:
             return
         else:
             tag, label = self._tag(node, name)
@@ -254,13 +257,16 @@ class _OfficeDocument:
         kind = posixpath.splitext(name.lower())[1]
         if name in self._archive.namelist() and local_name(node) not in EMBEDDED:
             if kind == ".xml" and not NEWER_CHART.match((root := archive_xml(self._archive, name)).tag):
-                return self._write(root, out)
+                # Its ids are its own; and a file whose parts refer to each other would have no end.
+                outer, self._relations = self._relations, {}
+                self._write(root, out)
+                self._relations = outer
+                return
             if kind in {".htm", ".html", ".xhtml", ".txt"}:
                 text = decode(self._archive.read(name), Path(name))
                 out.append(f"<pre>{escape(text)}</pre>" if kind == ".txt" else f"<div>{text}</div>")
-                return None
+                return
         self.left_out.add(name or "a part that is missing")
-        return None
 
 
 def _spans(cell: Element) -> str:
@@ -268,8 +274,8 @@ def _spans(cell: Element) -> str:
     properties = child(cell, "tcPr")
     width = value(cell, "gridSpan") or value(child(properties, "gridSpan"), "val")
     merged = child(properties, "vMerge")
-    goes_on = merged is not None and value(merged, "val") != "restart"
-    return f' colspan="{width}"{f" rowspan={ABOVE}" if goes_on or value(cell, "vMerge") else ""}'
+    goes_on = value(cell, "vMerge") in YES or (merged is not None and value(merged, "val") != "restart")
+    return f' colspan="{width}"{f" rowspan={ABOVE}" if goes_on else ""}'
 
 
 def _chart_table(plot: Element) -> str:
@@ -315,17 +321,17 @@ def _formula(element: Element) -> str:
     if name == "t":
         return escape(element.text or "")
     settings = child(element, f"{name}Pr")
-    parts = [_formula(part) for part in element if not local_name(part).endswith("Pr")]
-    text = BETWEEN.get(name, "").join(parts)
+    parts: dict[Element | None, str] = {
+        part: _formula(part) for part in element if not local_name(part).endswith("Pr")
+    }
+    text = BETWEEN.get(name, "").join(parts.values())
+    sub, sup, base, degree = (parts.get(child(element, kind), EMPTY) for kind in ("sub", "sup", "e", "deg"))
     if name == "nary":
-        limits = f"<mo>{_setting(settings, 'chr', '∫')}</mo>{''.join(parts[:-1])}"
-        return f"<munderover>{limits}</munderover>{parts[-1]}"
+        return f"<munderover><mo>{_setting(settings, 'chr', '∫')}</mo>{sub}{sup}</munderover>{base}"
     if name == "sPre":
-        return f"<msubsup><mrow></mrow>{''.join(parts[:-1])}</msubsup>{parts[-1]}"
+        return f"<msubsup>{EMPTY}{sub}{sup}</msubsup>{base}"
     if name == "rad":
-        degree = child(element, "deg")
-        has_degree = degree is not None and "".join(degree.itertext()).strip()
-        return f"<mroot>{''.join(reversed(parts))}</mroot>" if has_degree else f"<msqrt>{parts[-1]}</msqrt>"
+        return f"<mroot>{base}{degree}</mroot>" if degree != EMPTY else f"<msqrt>{base}</msqrt>"
     if name == "d":
         return f"{_setting(settings, 'begChr', '(')}{text}{_setting(settings, 'endChr', ')')}"
     tag = MATHML.get(name)

@@ -372,6 +372,7 @@ def term(name, text):
             "∑_(i=1)^10 i",
         ),
         (f"<m:nary><m:sub/><m:sup/>{term('e', 'xdx')}</m:nary>", "∫ xdx"),
+        (f"<m:nary>{term('sup', 'n')}{term('e', 'x')}</m:nary>", "∫^n x"),
         (f"<m:d><m:dPr><m:begChr m:val='|'/><m:endChr m:val='|'/></m:dPr>{term('e', 'x')}</m:d>", "|x|"),
         (f"<m:d>{term('e', 'x')}{term('e', 'y')}</m:d>", "(x, y)"),
         (
@@ -610,6 +611,7 @@ def test_lines_above_a_table_are_not_its_header(tmp_path):
 
 def test_slides(tmp_path):
     from pptx import Presentation
+    from pptx.oxml.ns import qn
 
     presentation = Presentation()
     slide = presentation.slides.add_slide(presentation.slide_layouts[1])
@@ -619,6 +621,8 @@ def test_slides(tmp_path):
         run = slide.placeholders[1].text_frame.paragraphs[0].add_run()
         run.text = text
         run._r.get_or_add_rPr().set("baseline", baseline)
+    end = slide.shapes.title.text_frame.paragraphs[0]._p.get_or_add_endParaRPr()
+    end.append(end.makeelement(qn("a:sym"), {"typeface": "Wingdings"}))
     slide.notes_slide.notes_text_frame.text = "Ask the master."
     presentation.save(tmp_path / "a.pptx")
     assert parse(tmp_path / "a.pptx")["parts"] == [
