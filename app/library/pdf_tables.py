@@ -26,7 +26,7 @@ class PageTable(NamedTuple):
     """edges: of its columns, in points; merged: cells that span others, as `with_merged_cells` takes them."""
 
     rows: list[list[str]]
-    edges: Sequence[int] = ()
+    edges: tuple[int, ...] = ()
     merged: Sequence[tuple[int, int, int, int]] = ()
 
 
@@ -88,7 +88,7 @@ class TableFinder:
                 rows = [[_on_one_line(cell or "") for cell in row] for row in table.extract()]
                 if _is_table(rows, len(table.cells)):
                     edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
-                    found.append(PageTable(rows, sorted(edges), list(_merged(table.cells))))
+                    found.append(PageTable(rows, tuple(sorted(edges)), list(_merged(table.cells))))
         return found
 
 

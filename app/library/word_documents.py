@@ -219,8 +219,8 @@ class _OfficeDocument:
                 (f for each in (properties, style) if (f := child(each, "vertAlign")) is not None), None
             )
             shift = value(properties, "baseline").strip("0%")  # of a slide's text, such as `30%` or `-25000`
-            mark = MARKS.get(value(found, "val")) if not shift else "sub" if shift[0] == "-" else "sup"
-            return mark if child(node, "t") is not None else None, ""
+            sign = MARKS.get(value(found, "val")) if not shift else "sub" if shift[0] == "-" else "sup"
+            return sign if child(node, "t") is not None else None, ""
         if name != "p":
             return TAGS.get(name), ""
         if DRAWING.match(node.tag):
