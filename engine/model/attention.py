@@ -362,14 +362,17 @@ def _collected(
     key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
     ragged = collector.masked_from_key - collector.first_key
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
-    weights, near = aligned_rows(query, (heads, rows, keys.shape[1])), _centred(keys)
+    padded, near = padded_scores(query, (heads, rows, keys.shape[1])), _centred(keys)
+    weights = padded[..., : keys.shape[1]]
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
     # On a CPU a head at a time: its scores stay in the cache, and no keys are copied as batched products would.
     for head in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
         scores = weights.view(key_heads, -1, keys.shape[1])[head]
         torch.matmul(grouped[head], near[head].mT, out=scores)
         scores.view(-1, rows, keys.shape[1])[..., ragged:].add_(collector.mask[:, ragged:])
-        torch.matmul(torch.softmax(scores, -1, out=scores), values[head], out=out[head])
+        whole = padded.view(key_heads, -1, padded.shape[-1])[head]
+        torch.softmax(whole, -1, out=whole)
+        torch.matmul(scores, values[head], out=out[head])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)
     return out.view(heads, rows, -1).transpose(0, 1)[None]
@@ -384,9 +387,11 @@ def _centred(keys: Tensor) -> Tensor:
     return keys if keys.dtype == torch.float32 else keys - keys.mean(1, keepdim=True)
 
 
-def aligned_rows(like: Tensor, shape: tuple[int, ...], numbers: int = 8) -> Tensor:
-    """A new tensor whose rows begin at multiples of so many numbers, but on a CPU: a card's products are several times
-    slower for other rows.
+def padded_scores(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """New scores (N, W, K), on a card followed by -inf up to a multiple of eight: its products are several times slower
+    for other rows. They are padded and no view, because softmax would copy a view twice.
     """
-    extra = 0 if like.device.type == "cpu" else -shape[-1] % numbers
-    return like.new_empty((*shape[:-1], shape[-1] + extra))[..., : shape[-1]]
+    extra = 0 if like.device.type == "cpu" else -shape[-1] % 8
+    scores = like.new_empty((*shape[:-1], shape[-1] + extra))
+    scores[..., shape[-1] :] = -torch.inf
+    return scores

@@ -363,15 +363,22 @@ def test_tiny_attention_weights_keep_their_order(dtype):
 
 @pytest.mark.parametrize("method", GUIDED)
 def test_aligned_rows_of_attention_choose_the_same_rows(stored, method, monkeypatch):
-    """As on a card, whose products want them so."""
-    prompt, made = make_prompt(TEXTS), []
+    """As on a card, whose products want them so; a softmax of rows with gaps between them would copy them twice."""
+    prompt, made, softmax = make_prompt(TEXTS), [], torch.softmax
     expected = stored.engine.prefill(prompt, method=method, ratio=0.3)
 
-    def aligned(like, shape):
+    def padded(like, shape):
         made.append(shape)
-        return torch.full((*shape[:-1], shape[-1] + 5), torch.nan, dtype=like.dtype)[..., : shape[-1]]
+        scores = torch.full((*shape[:-1], shape[-1] + 5), torch.nan, dtype=like.dtype)
+        scores[..., shape[-1] :] = -torch.inf
+        return scores
 
-    monkeypatch.setattr("ragblend.engine.model.attention.aligned_rows", aligned)
+    def without_gaps(scores, dim, out):
+        assert scores.is_contiguous()
+        return softmax(scores, dim, out=out)
+
+    monkeypatch.setattr("ragblend.engine.model.attention.padded_scores", padded)
+    monkeypatch.setattr(torch, "softmax", without_gaps)
     found = stored.engine.prefill(prompt, method=method, ratio=0.3)
     assert made
     assert found.report.served == expected.report.served
