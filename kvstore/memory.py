@@ -5,6 +5,8 @@ verified when they are read from the disk, and never change. The ledger gives a 
 further uses itself.
 """
 
+import functools
+import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from ragblend.kvstore.codec import RAW, Codec, Source
 from ragblend.kvstore.counters import Counters, StoreStats
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, Entry, EvictionPolicy, clock_after, ranked, used
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -79,10 +83,25 @@ def held_copy(source: Source, tier: str, device: torch.device, pinned: bool) -> 
     """A copy of a source in one allocation, because an allocator of pinned memory rounds every allocation up."""
     if device.type != "cpu" and not source.in_memory:  # files are read into the host's memory
         source = held_copy(source, tier, torch.device("cpu"), pinned=False)
-    flat = torch.empty(held_nbytes(source), dtype=torch.uint8, device=device, pin_memory=pinned)
+    shape = (held_nbytes(source),)
+    flat = page_locked(shape, torch.uint8) if pinned else torch.empty(shape, dtype=torch.uint8, device=device)
     layers = flat.view(source.geometry.layers, -1).unbind()
     source.read_packed_layers(0, layers)
     return PackedChunk(source.token_ids, source.start, source.geometry, source.codec, layers, tier)
+
+
+def page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory from which a device copies by itself; ordinary memory if that is refused."""
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # a limit of locked memory, or a driver without it
+        _warn_once(f"memory cannot be page-locked, so copies to the device are slower: {error!r:.200}")
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 def layers_of(source: Source) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,7 +8,6 @@ copy.
 
 import contextlib
 import functools
-import logging
 import os
 import threading
 import time
@@ -23,10 +22,9 @@ from torch import Tensor
 
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.memory import MemoryTier, page_locked
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
-log = logging.getLogger("ragblend")
 MAX_READERS = 8
 MAX_LAYERS_AHEAD = 2  # layers that the host queues ahead, so that the device is never idle
 _loading, _recording = threading.Lock(), threading.Lock()
@@ -235,20 +233,6 @@ def memory_tiers(
     return [tier for tier in tiers if tier.budget_bytes]
 
 
-def page_locked(like: Tensor) -> Tensor:
-    """Host memory of that shape and dtype from which a device copies by itself; ordinary memory if that is refused."""
-    try:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-    except RuntimeError as error:  # a limit of locked memory, or a driver without it
-        _warn_once(f"memory cannot be page-locked, so copies to the device are slower: {error!r:.200}")
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning("%s", message)
-
-
 class TransferStream:
     """Transfers on the CPU: host memory is device memory, so nothing is staged."""
 
@@ -308,7 +292,7 @@ class CudaTransfers(TransferStream):
         self._ahead: deque[Any] = deque()  # events of the compute stream between the last layers
 
     def staging(self, like: Tensor) -> Tensor:
-        return page_locked(like)
+        return page_locked(like.shape, like.dtype)
 
     def begin(self) -> None:
         self._ahead.clear()

@@ -106,14 +106,6 @@ def test_buffers_made_in_inference_mode_are_writable_by_threads(engine):
         assert not layer.key_buffer.is_inference() and not layer.value_buffer.is_inference()
 
 
-def test_memory_that_cannot_be_page_locked_is_ordinary_memory(caplog):
-    """As without a card; with one, a limit of locked memory may refuse it."""
-    for _ in range(2):
-        found = device.page_locked(torch.empty(3, 5, dtype=torch.uint8, device="meta"))
-        assert (found.shape, found.dtype, found.device.type) == ((3, 5), torch.uint8, "cpu")
-    assert caplog.text.count("page-locked") == (0 if torch.cuda.is_available() else 1)
-
-
 def test_missing_and_unknown_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="cuda"):

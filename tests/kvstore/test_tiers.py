@@ -8,11 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ragblend.kvstore import memory
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
-from ragblend.kvstore.memory import HeldChunk, MemoryTier, held_copy, held_nbytes, whole
+from ragblend.kvstore.memory import HeldChunk, MemoryTier, held_nbytes, whole
 from ragblend.kvstore.policy import POLICIES
 from ragblend.kvstore.store import KVStore
 
@@ -67,9 +66,8 @@ def test_a_tier_equals_a_dictionary(open_tier, sample, same):
         assert set(tier.keys()) == held.keys()
 
 
-def test_pinned_memory_counts_as_its_allocator_rounds_it(monkeypatch, sample):
+def test_pinned_memory_counts_as_its_allocator_rounds_it(sample):
     """It rounds every piece up to a power of two, and gives nothing back to the system."""
-    monkeypatch.setattr(memory, "held_copy", lambda *args: held_copy(*args[:3], pinned=False))
     key, chunk = sample(1, tokens=5)
     exact = held_nbytes(HeldChunk.of(chunk))
     taken = next(1 << bits for bits in range(40) if 1 << bits >= exact)
@@ -77,6 +75,14 @@ def test_pinned_memory_counts_as_its_allocator_rounds_it(monkeypatch, sample):
     tier = MemoryTier("memory", taken, pinned=True)
     assert tier.admit(key, HeldChunk.of(chunk)) and tier.stats().bytes == taken
     assert not MemoryTier("memory", taken - 1, pinned=True).admit(key, HeldChunk.of(chunk))
+
+
+def test_memory_that_cannot_be_page_locked_is_ordinary_memory(sample, same, caplog):
+    """As without a card; with one, a limit of locked memory may refuse it."""
+    (key, chunk), tier = sample(1), MemoryTier("memory", GENEROUS, pinned=True)
+    for _ in range(2):
+        assert tier.admit(key, HeldChunk.of(chunk)) and same(get(tier, key, chunk.token_ids), chunk)
+    assert caplog.text.count("page-locked") <= 1
 
 
 def test_other_token_ids_under_a_key_are_a_miss(open_tier, sample):
