@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragblend.engine.cache import Append, FusedCache
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
+from ragblend.engine.model.device import transfer_stream
 from ragblend.engine.model.rope import Rope, unrotated
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.chunks import ChunkKV, Geometry
@@ -26,11 +27,16 @@ def copied_kv(
     layers: Iterable[tuple[Tensor, Tensor]],
     rope: Callable[[int], Rope],
 ) -> ChunkKV:
-    """KV in tensors of its own on the CPU. layers: keys and values (H, T, D) of each, on any device."""
+    """KV in tensors of its own on the CPU. layers: keys and values (H, T, D) of each, on any device, which is awaited
+    once, and not for every tensor.
+    """
+    views = list(layers)
+    transfers = transfer_stream(views[0][0].device)
     keys, values = (
-        [tensor.to("cpu", copy=True).contiguous() for tensor in tensors]
-        for tensors in zip(*layers, strict=True)
+        [transfers.staging(view).copy_(view, non_blocking=True) for view in of_layers]
+        for of_layers in zip(*views, strict=True)
     )
+    transfers.synchronize()
     ropes = [rope(layer) for layer in range(geometry.layers)]
     return ChunkKV(
         token_ids,

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from benches import StagedTransfers, make_prompt, make_text
+from benches import StagedTransfers, chat, largest_error, make_prompt, make_text
 from doubles import raising
 
 from ragblend.engine.cache import FusedLayer
@@ -104,6 +104,18 @@ def test_buffers_made_in_inference_mode_are_writable_by_threads(engine):
     with torch.inference_mode():
         layer = FusedLayer(geometry, 4, 0, torch.device("cpu"))
         assert not layer.key_buffer.is_inference() and not layer.value_buffer.is_inference()
+
+
+def test_encoded_kv_is_awaited_once(fresh, monkeypatch):
+    """Not for every tensor: the device would be idle meanwhile."""
+    transfers, waits = StagedTransfers(), []
+    monkeypatch.setattr(transfers, "synchronize", lambda: waits.append(len(waits)))
+    monkeypatch.setattr("ragblend.engine.encode.transfer_stream", lambda device: transfers)
+    fresh.engine.encode(TEXTS[:1])
+    assert waits == [0]
+    prompt = chat(fresh, TEXTS[:1])
+    found, expected = (fresh.engine.prefill(prompt, method=method) for method in ("reuse", "full"))
+    assert found.report.tokens.reused and largest_error(found.logits, expected.logits) < 1e-4
 
 
 def test_missing_and_unknown_devices_are_refused(monkeypatch):
