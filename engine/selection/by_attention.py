@@ -220,7 +220,8 @@ def rooted_squares(plan: Plan, attention: Attention) -> Tensor:
     """
     weights = attention.weights  # (N, W, K)
     if weights.device.type != "cpu":
-        return torch.linalg.vector_norm(weights, dim=1, dtype=torch.float32).mean(0)
+        norms: Tensor = torch.linalg.vector_norm(weights, dim=1, dtype=torch.float32)
+        return norms.mean(0)
     # One head at a time, in the processor's cache, and bfloat16 squared as such: all at once takes 3 to 9 times as long
     # (9 x 51 x 3,161), float32 squares 3 times, torch's vector_norm over a middle dimension 11 times. Squares of
     # float16 may underflow.
