@@ -163,7 +163,7 @@ class SkippingClock:
 
     def _is_computing(self, pause_s: float) -> bool:
         """Whether the device is busy, or would get background work in a pause of that length."""
-        is_busy = self._engine.runtime.queue.inside > 0
+        is_busy = self._engine.runtime.queue.request_count > 0
         return is_busy or (pause_s > PAUSE_S and not self._engine.finish_background(timeout_s=0.01))
 
 

@@ -195,7 +195,7 @@ class Engine(EngineInterface):
 
         Other requests get the device between its layers and tokens; `claim_of` decides which goes first.
         """
-        prefilled_ahead = None if speculation is None else speculation.settle(cancel)
+        prefilled_ahead = None if speculation is None else speculation.take_result(cancel)
         claim = claim_of(self.runtime, request)
         if prefilled_ahead is not None:
             claim = replace(claim, cached={}, new_tokens=1)

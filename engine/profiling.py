@@ -125,7 +125,7 @@ class _UntilRequest(DeviceTurn):
         self._turn = turn
 
     def between_layers(self) -> None:
-        if self._turn.is_wanted():
+        if self._turn.should_stop():
             raise Cancelled("a request waits for the device")
 
 

@@ -130,7 +130,7 @@ class Stream(Closing):
             target=_produce, args=(answer, self._pieces, self._cancel), name="ragblend-stream", daemon=True
         )
         self._thread.start()
-        end_at_exit(self, produces=True)
+        end_at_exit(self, ends_first=True)
 
     @property
     def result(self) -> Result:

@@ -219,7 +219,7 @@ class Runtime(RuntimeBase):
                 choice: DecodeSelector | None = vars(self).get("choice")
                 if choice is not None and choice.needs_measurement:
                     text = self.tokenizing.passage_ids(TEXT)
-                    choice.measure(text, lambda: turn.is_wanted() and time.monotonic() >= until)
+                    choice.measure(text, lambda: turn.should_stop() and time.monotonic() >= until)
         except Cancelled:
             self._interrupted += 1
             raise

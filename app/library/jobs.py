@@ -99,7 +99,7 @@ class JobQueue:
             self._ending.clear()
             self._thread = threading.Thread(target=self._run, name="ragblend-ingest", daemon=True)
             self._thread.start()
-            end_at_exit(self, produces=True)
+            end_at_exit(self, ends_first=True)
 
     def end(self) -> None:
         """Stop the worker: interrupt the current file, and wait until the thread has ended. `start` starts it again."""

@@ -27,7 +27,7 @@ def watch(
 
     def look() -> None:
         while not stopped.wait(limit_s / 4):
-            if any(queue.still_s > limit_s for queue in queues()):
+            if any(queue.stalled_s > limit_s for queue in queues()):
                 log.critical(
                     "a model has made no progress for %.0f s: ending the process, to be restarted", limit_s
                 )

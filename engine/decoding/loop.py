@@ -192,7 +192,7 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
         if rope_limit is not None and cached <= rope_limit < cached + 1 + len(guesses):
             (cache, rows), guesses = _full_prefill(runtime, prompt, ids, turn), []
         else:
-            rows = turn.share(implementation, (cache, [token, *guesses]))
+            rows = turn.run_batched(implementation, (cache, [token, *guesses]))
 
 
 def _uncertainty_check(runtime: Runtime, prefilled: Prefilled, turn: DeviceTurn) -> UncertaintyCheck:

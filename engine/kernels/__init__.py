@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA devices. Each has a plain way beside it, which is used where Triton is absent or fails.
+"""Triton kernels for CUDA devices. Each has an equivalent in plain torch, which is used if Triton is absent or fails.
 
 Triton comes with torch for CUDA. Its interpreter (TRITON_INTERPRET=1) runs the same kernels on a CPU, for tests.
 """
@@ -17,7 +17,7 @@ log = logging.getLogger("ragblend")
 
 @functools.cache
 def available(device: torch.device) -> bool:
-    """Whether Triton's kernels run there, or its interpreter is on."""
+    """Whether Triton's kernels run there: on CUDA, or on a CPU if Triton's interpreter is on (then only there)."""
     if device.type not in ("cpu", "cuda") or util.find_spec("triton") is None:
         return False
     try:
@@ -27,10 +27,10 @@ def available(device: torch.device) -> bool:
     return bool(knobs.runtime.interpret) == (device.type == "cpu")
 
 
-def passes(check: Callable[[], float], what: str, allowed: float) -> bool:
+def passes_self_test(check: Callable[[], float], what: str, allowed: float) -> bool:
     """Run a kernel's self-test, which also compiles it; False, with a warning, if it fails or its error is too large.
 
-    A card with little shared memory, a machine without a compiler or another Triton: the plain way is right there.
+    It fails, for example, on a GPU with little shared memory, without a compiler, or with another version of Triton.
     """
     try:
         error = check()

@@ -8,7 +8,9 @@ TILE_ROWS, WARPS = 16, 4
 
 
 def row_constants(size: int, value_size: int, rope: Rope) -> dict[str, int]:
-    """For keys and values of these sizes. PAIRS are rotated; K2, V2 and P2 are powers of two that hold the sizes."""
+    """The constants for keys and values of these sizes. PAIRS of dimensions are rotated; K2, V2 and P2 are the next
+    powers of two of SIZE, VALUE_SIZE and PAIRS.
+    """
     pairs = 0 if rope.layout == UNROTATED else rope.size // 2
     return {
         "SIZE": size,

@@ -1,6 +1,6 @@
-"""Moves one layer's stored KV of all spans to their rows in the fused buffers: unpacked, with rotated keys.
+"""Writes one layer's stored KV of all spans to their rows in the fused buffers: unpacked, with rotated keys.
 
-One launch instead of a dozen calls for each span: launching them took longer than copying the bytes to the device.
+It takes one launch. A dozen calls for each span took longer to launch than copying the bytes to the device.
 """
 
 import functools
@@ -11,25 +11,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragblend.engine.kernels import available, on_device, passes
+from ragblend.engine.kernels import available, on_device, passes_self_test
 from ragblend.engine.kernels.launching import TILE_ROWS, row_constants
 from ragblend.engine.model.rope import Rope, rotate_
 from ragblend.kvstore import int4
 from ragblend.kvstore.chunks import DTYPES, Geometry
 from ragblend.kvstore.codec import CODECS
 
-ALIGNED = 16  # numbers: an access of 16 bytes and more needs it
-ALL = 1 << 30  # of a group that has every token, or channel
-# By codec: numbers in a byte (0: as they are), tokens with one scale for keys, channels with one scale for values.
-PACKINGS = {"raw": (0, ALL, ALL), "int8": (1, ALL, ALL), "int4": (2, int4.GROUP, int4.GROUP)}
+ALIGNED = 16  # aligned to so many numbers, several are loaded or stored at once
+WHOLE = 1 << 30  # size of a group that has every token, or every channel
+# By codec: numbers per byte (0: not packed), tokens that share a scale in keys, channels that share one in values.
+PACKINGS = {"raw": (0, WHOLE, WHOLE), "int8": (1, WHOLE, WHOLE), "int4": (2, int4.GROUP, int4.GROUP)}
 
 
 @triton.jit
 def _numbers(
-    Room, Bytes, Halves, begin, index, tokens, head, heads, dims, mask, IS_VALUE: tl.constexpr,
+    Memory, Bytes, Halves, begin, index, tokens, head, heads, dims, mask, IS_VALUE: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
     PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
+    # The unpacked numbers (M, dims) of M tokens in one head, keys or values. Memory, Bytes and Halves are the same
+    # bytes as the model's dtype, uint8 and float16. A packed layer has the scales (least, step) of keys, then those of
+    # values, as float16, then the codes of keys, then those of values.
     row = head * tokens + index
     if PER_BYTE == 0:
         if IS_VALUE:
@@ -38,7 +41,7 @@ def _numbers(
             at = begin + row * SIZE
         if ALIGNED:
             at = tl.multiple_of(at, 16)
-        numbers = tl.load(Room + at[:, None] + dims[None, :], mask=mask, other=0.0)
+        numbers = tl.load(Memory + at[:, None] + dims[None, :], mask=mask, other=0.0)
     else:
         KEY_BYTES: tl.constexpr = (SIZE + PER_BYTE - 1) // PER_BYTE
         VALUE_BYTES: tl.constexpr = (VALUE_SIZE + PER_BYTE - 1) // PER_BYTE
@@ -66,19 +69,20 @@ def _numbers(
             code = tl.where(upper[None, :], both >> 4, both & 15)
         else:
             code = tl.load(Bytes + codes[:, None] + dims[None, :], mask=mask, other=0).to(tl.int32)
-        numbers = (least + code.to(tl.float32) * step).to(Room.dtype.element_ty)
+        numbers = (least + code.to(tl.float32) * step).to(Memory.dtype.element_ty)
     return numbers
 
 
 @triton.jit(do_not_specialize=["count", "heads"])
 def _place(
-    Room, Bytes, Halves, Begin, Index, Tokens, Rows, Turns, Cos, Sin, Keys, Values, count, heads,
+    Memory, Bytes, Halves, Begin, Index, Tokens, Rows, AngleRows, Cos, Sin, Keys, Values, count, heads,
     k_head, k_row, v_head, v_row,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
     PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
+    # Writes M rows of the table in one head: values, then the rotated pairs of keys, then the keys' other dimensions.
     m = tl.program_id(0) * M + tl.arange(0, M)
     head = tl.program_id(1)
     valid = m < count
@@ -90,7 +94,7 @@ def _place(
     dims = tl.arange(0, V2)
     inside = valid[:, None] & (dims < VALUE_SIZE)[None, :]
     value = _numbers(
-        Room, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, True,
+        Memory, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, True,
         SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
     )  # fmt: skip
     tl.store(Values + value_to[:, None] + dims[None, :], value, mask=inside)
@@ -102,59 +106,61 @@ def _place(
             first, second = pair, pair + PAIRS
         inside = valid[:, None] & (pair < PAIRS)[None, :]
         a = _numbers(
-            Room, Bytes, Halves, begin, index, tokens, head, heads, first, inside, False,
+            Memory, Bytes, Halves, begin, index, tokens, head, heads, first, inside, False,
             SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
         )  # fmt: skip
         b = _numbers(
-            Room, Bytes, Halves, begin, index, tokens, head, heads, second, inside, False,
+            Memory, Bytes, Halves, begin, index, tokens, head, heads, second, inside, False,
             SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
         )  # fmt: skip
-        turn = tl.load(Turns + m, mask=valid, other=-1)
-        moved = inside & (turn >= 0)[:, None]
-        cos = tl.load(Cos + turn[:, None] * PAIRS + pair[None, :], mask=moved, other=1.0)
-        sin = tl.load(Sin + turn[:, None] * PAIRS + pair[None, :], mask=moved, other=0.0)
+        angle_row = tl.load(AngleRows + m, mask=valid, other=-1)
+        rotates = inside & (angle_row >= 0)[:, None]
+        cos = tl.load(Cos + angle_row[:, None] * PAIRS + pair[None, :], mask=rotates, other=1.0)
+        sin = tl.load(Sin + angle_row[:, None] * PAIRS + pair[None, :], mask=rotates, other=0.0)
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
         new_a = (wide_a * cos - wide_b * sin).to(a.dtype)
         new_b = (wide_b * cos + wide_a * sin).to(a.dtype)
-        tl.store(Keys + key_to[:, None] + first[None, :], tl.where(moved, new_a, a), mask=inside)
-        tl.store(Keys + key_to[:, None] + second[None, :], tl.where(moved, new_b, b), mask=inside)
+        tl.store(Keys + key_to[:, None] + first[None, :], tl.where(rotates, new_a, a), mask=inside)
+        tl.store(Keys + key_to[:, None] + second[None, :], tl.where(rotates, new_b, b), mask=inside)
     if 2 * PAIRS < SIZE:
         dims = tl.arange(0, K2)
         inside = valid[:, None] & ((dims >= 2 * PAIRS) & (dims < SIZE))[None, :]
         key = _numbers(
-            Room, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, False,
+            Memory, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, False,
             SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
         )  # fmt: skip
         tl.store(Keys + key_to[:, None] + dims[None, :], key, mask=inside)
 
 
 class RowTable:
-    """Where each row's packed layer begins in a room, and where the row goes; the same for all layers.
+    """For each row, where its packed layer begins in memory, and its position; the same for all layers.
 
-    room: device memory (bytes,) uint8. spans, all of one codec: for each the first byte of its packed layer, its first
-    row, and turns (tokens,): the row of the table of angles by which each key is rotated, -1 for none.
+    memory: on the device, (bytes,) uint8. spans, all of one codec: for each the first byte of its packed layer, its
+    first position, and angle_rows (tokens,): the row of the table of angles by which each key is rotated, -1 for none.
     """
 
     def __init__(
-        self, room: Tensor, spans: Sequence[tuple[int, int, Tensor]], geometry: Geometry, codec: str
+        self, memory: Tensor, spans: Sequence[tuple[int, int, Tensor]], geometry: Geometry, codec: str
     ) -> None:
         self._geometry, self._packing = geometry, PACKINGS[codec]
-        self._rooms = room.view(geometry.torch_dtype), room, room.view(torch.float16)
+        self._memory_views = memory.view(geometry.torch_dtype), memory, memory.view(torch.float16)
         unit = 1 if self._packing[0] else geometry.torch_dtype.itemsize
         columns = list[Tensor]()
-        for begin, start, turns in spans:
-            index = torch.arange(turns.numel())
+        for begin, start, angle_rows in spans:
+            index = torch.arange(angle_rows.numel())
             same = torch.ones_like(index)
             columns.append(
-                torch.stack([begin // unit * same, index, turns.numel() * same, start + index, turns])
+                torch.stack(
+                    [begin // unit * same, index, angle_rows.numel() * same, start + index, angle_rows]
+                )
             )
         joined = torch.cat(columns, dim=1).int()
         # Each column is aligned: Triton compiles anew for pointers that are not.
         self._count, extra = joined.shape[1], -joined.shape[1] % ALIGNED
-        self._columns = torch.nn.functional.pad(joined, (0, extra)).to(room.device).unbind()
+        self._columns = torch.nn.functional.pad(joined, (0, extra)).to(memory.device).unbind()
 
     def place(self, keys: Tensor, values: Tensor, rope: Rope, angles: tuple[Tensor, Tensor]) -> None:
-        """Fill keys and values, (H, capacity, D) and (H, capacity, Dv), from the room. angles: cos and sin, (n, R/2)
+        """Fill keys and values, (H, capacity, D) and (H, capacity, Dv), from memory. angles: cos and sin, (n, R/2)
         float32.
         """
         g = self._geometry
@@ -164,7 +170,7 @@ class RowTable:
         strides = [*keys.stride()[:2], *values.stride()[:2]]
         with on_device(keys.device):
             _place[triton.cdiv(self._count, TILE_ROWS), g.kv_heads](
-                *self._rooms, *self._columns, *angles, keys, values, self._count, g.kv_heads, *strides, **shape,
+                *self._memory_views, *self._columns, *angles, keys, values, self._count, g.kv_heads, *strides, **shape,
             )  # fmt: skip
 
 
@@ -186,22 +192,24 @@ def supports(
         )
         packed = CODECS[codec].pack(*of_chunk)
         assert packed is not None, "numbers around 1"
-        room = torch.cat([part.flatten().view(torch.uint8) for part in packed]).to(device)
-        room = torch.nn.functional.pad(room, (0, -len(room) % 16))
+        memory = torch.cat([part.flatten().view(torch.uint8) for part in packed]).to(device)
+        memory = torch.nn.functional.pad(memory, (0, -len(memory) % 16))
         buffers = [
             torch.zeros(2, tokens + 3, each, dtype=g.torch_dtype, device=device)
             for each in (size, value_size)
         ]
-        turns = (7 * rope.inv_freq[None]).cos(), (7 * rope.inv_freq[None]).sin()
+        rotation = (7 * rope.inv_freq[None]).cos(), (7 * rope.inv_freq[None]).sin()
         expected = [each.clone() for each in buffers]
         CODECS[codec].unpack(
-            room[: CODECS[codec].layer_nbytes(g, tokens)], g, *(each[:, 3:] for each in expected)
+            memory[: CODECS[codec].layer_nbytes(g, tokens)], g, *(each[:, 3:] for each in expected)
         )
-        rotate_(expected[0][:, 3:], *turns, rope)
-        table = RowTable(room, [(0, 3, torch.zeros(tokens, dtype=torch.long))], g, codec)
-        table.place(buffers[0], buffers[1], rope, turns)
+        rotate_(expected[0][:, 3:], *rotation, rope)
+        table = RowTable(memory, [(0, 3, torch.zeros(tokens, dtype=torch.long))], g, codec)
+        table.place(buffers[0], buffers[1], rope, rotation)
         errors = [(a.float() - b.float()).abs().max() for a, b in zip(buffers, expected, strict=True)]
         return float(torch.stack(errors).max())
 
     # A product and a sum may be rounded once or twice: a unit in the last place of numbers up to 8.
-    return passes(largest_error, f"placing of stored KV ({codec})", 8 * torch.finfo(DTYPES[dtype]).eps)
+    return passes_self_test(
+        largest_error, f"unpacking of stored KV ({codec})", 8 * torch.finfo(DTYPES[dtype]).eps
+    )

@@ -1,8 +1,8 @@
 """Attention of scattered rows without a mask: a row at position p sees the keys at positions <= p.
 
 FlashAttention's one pass over the keys (Dao et al., arXiv 2205.14135) with true positions: a tile of ascending rows
-sees all keys before its first row without comparing, and no keys after its last one. Heads of a group read their key
-head as it is. In sliding layers a row sees only keys at positions > p - window.
+sees all keys before its first row without a mask, and no keys after its last one. Heads of a group read the same key
+head, which is not expanded. In sliding layers a row sees only keys at positions > p - window.
 """
 
 import functools
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragblend.engine.kernels import available, on_device, passes
+from ragblend.engine.kernels import available, on_device, passes_self_test
 
 LOG2_E = 1.4426950408889634
 HEAD_SIZES = (16, 32, 64, 128, 256)
@@ -27,6 +27,8 @@ def _step(
     q, acc, total, top, K, V, begin, stop, positions, window, scale, k_stride, v_stride,
     D: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
+    # Adds the keys begin..begin + N to the running softmax of a tile: acc (M, D) and total (M,) are the sums of
+    # weighted values and of weights, both relative to top (M,), the highest score so far.
     dims = tl.arange(0, D)
     at = begin + tl.arange(0, N)
     inside = at < stop
@@ -43,13 +45,13 @@ def _step(
     highest = tl.maximum(top, tl.max(scores, 1))
     safe = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen no key yet
     weights = tl.exp2(scores - safe[:, None])
-    fade = tl.exp2(top - safe)
-    total = total * fade + tl.sum(weights, 1)
+    rescale = tl.exp2(top - safe)
+    total = total * rescale + tl.sum(weights, 1)
     if MASKED:
         v = tl.load(V + at[:, None] * v_stride + dims[None, :], mask=inside[:, None], other=0.0)
     else:
         v = tl.load(V + at[:, None] * v_stride + dims[None, :])
-    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, total, highest
 
 
@@ -59,7 +61,7 @@ def _attend(
     Q, K, V, Rows, Out, count, group, window, scale, q_head, q_row, k_head, k_row, v_head, v_row, out_row, out_head,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the longest first
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # tiles that see the most keys first
     head = tl.program_id(1)
     m = start + tl.arange(0, M)
     dims = tl.arange(0, D)
@@ -75,14 +77,14 @@ def _attend(
     top = tl.full((M,), float("-inf"), tl.float32)
     stop = most + 1
     if WINDOWED:
-        clear = tl.maximum(0, least - window + 1) // N * N
+        masked_begin = tl.maximum(0, least - window + 1) // N * N
     else:
-        clear = (least + 1) // N * N
-        for begin in range(0, clear, N):
+        masked_begin = (least + 1) // N * N
+        for begin in range(0, masked_begin, N):
             acc, total, top = _step(
                 q, acc, total, top, K, V, begin, stop, positions, window, scale, k_row, v_row, D, N, False, WINDOWED
             )  # fmt: skip
-    for begin in range(clear, stop, N):
+    for begin in range(masked_begin, stop, N):
         acc, total, top = _step(
             q, acc, total, top, K, V, begin, stop, positions, window, scale, k_row, v_row, D, N, True, WINDOWED
         )  # fmt: skip
@@ -148,18 +150,20 @@ def supports(device: torch.device, dtype: torch.dtype, size: int, group: int, wi
             for heads, count in ((2 * group, len(rows)), (2, 96), (2, 96))
         )
         window = 20 if windowed else None
-        expected = plain(query, key, value, rows, window)
+        expected = attend_by_torch(query, key, value, rows, window)
         errors = [
             (attend(query, key, value, rows, None, window, blocks).float() - expected).abs().max()
             for blocks in {blocks_of(count, size, _large_shared(device)) for count in (1, 256, 1024)}
         ]
         return float(torch.stack(errors).max())
 
-    return passes(largest_error, "attention of scattered rows", ALLOWED[dtype])
+    return passes_self_test(largest_error, "attention of scattered rows", ALLOWED[dtype])
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, window: int | None = None) -> Tensor:
-    """`attend` by torch in float32."""
+def attend_by_torch(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, window: int | None = None
+) -> Tensor:
+    """What `attend` computes, by torch in float32."""
     at, group = torch.arange(key.shape[1], device=rows.device), query.shape[0] // key.shape[0]
     mask = at[None] <= rows[:, None]
     if window is not None:

@@ -1,7 +1,8 @@
-"""The shift's passes over stored KV, one launch each: what changed on the recomputed rows, and adding to all rows.
+"""Triton kernels of the shift (`selection/shift.py`), one launch each: `observed`, the change of the recomputed rows,
+and `add`, which corrects the stored rows.
 
-By torch, each is a dozen calls a layer (gather, subtract, un-rotate; rotate, add), and each call takes the host longer
-than the device.
+In plain torch, each is a dozen calls a layer (gather, subtract, un-rotate; rotate, add), and each call takes the host
+longer than the device.
 """
 
 import functools
@@ -11,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragblend.engine.kernels import available, on_device, passes
+from ragblend.engine.kernels import available, on_device, passes_self_test
 from ragblend.engine.kernels.launching import TILE_ROWS, row_constants
 from ragblend.engine.model.rope import Rope, angles, rotated
 from ragblend.kvstore.chunks import DTYPES
 
-Angles = tuple[Tensor, Tensor]  # cos and sin (T, R/2) float32, of every position
+Rotation = tuple[Tensor, Tensor]  # cos and sin (T, R/2) float32, of every position
 
 
 @triton.jit(do_not_specialize=["count", "heads"])
@@ -26,6 +27,8 @@ def _observe(
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
+    # New minus stored KV of M recomputed rows in one head: values, then the rotated pairs of keys, then the keys' other
+    # dimensions.
     m = tl.program_id(0) * M + tl.arange(0, M)
     head = tl.program_id(1)
     valid = m < count
@@ -74,6 +77,7 @@ def _add(
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
+    # Adds to M stored rows in one head: values, then the rotated pairs of keys, then the keys' other dimensions.
     m = tl.program_id(0) * M + tl.arange(0, M)
     head = tl.program_id(1)
     valid = m < count
@@ -118,7 +122,7 @@ def observed(
     at: Tensor,
     stored: tuple[Tensor, Tensor],
     positions: Tensor,
-    by: Angles,
+    rotation: Rotation,
     rope: Rope,
 ) -> Tensor:
     """(C, H D + H Dv) float32: new rows `at` (C,) minus stored rows at positions (C,), keys un-rotated, then values.
@@ -129,25 +133,27 @@ def observed(
     width = heads * (size + new[1].shape[2])
     out = torch.empty((at.numel(), width), dtype=torch.float32, device=at.device)
     strides = [stride for each in (*new, *stored) for stride in each.stride()[:2]]
-    grid, shape = _launch(at.numel(), *new, rope)
+    grid, shape = _launch_shape(at.numel(), *new, rope)
     with on_device(out.device):
         _observe[grid](
-            *new, at, *stored, positions, *by, out, at.numel(), heads, *strides, width, **shape
+            *new, at, *stored, positions, *rotation, out, at.numel(), heads, *strides, width, **shape
         )  # fmt: skip
     return out
 
 
 def add(
-    more: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], start: int, by: Angles, rope: Rope
+    more: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], start: int, rotation: Rotation, rope: Rope
 ) -> None:
     """Add keys (H, n, D), rotated to their positions, and values (H, n, Dv) to the stored rows from `start` on."""
     strides = [stride for each in (*more, *stored) for stride in each.stride()[:2]]
-    grid, shape = _launch(more[0].shape[1], *more, rope)
+    grid, shape = _launch_shape(more[0].shape[1], *more, rope)
     with on_device(more[0].device):
-        _add[grid](*more, *stored, *by, start, more[0].shape[1], *strides, **shape)
+        _add[grid](*more, *stored, *rotation, start, more[0].shape[1], *strides, **shape)
 
 
-def _launch(rows: int, keys: Tensor, values: Tensor, rope: Rope) -> tuple[tuple[int, int], dict[str, int]]:
+def _launch_shape(
+    rows: int, keys: Tensor, values: Tensor, rope: Rope
+) -> tuple[tuple[int, int], dict[str, int]]:
     assert keys.stride(2) == values.stride(2) == 1, "the last dimension is contiguous"
     grid = triton.cdiv(rows, TILE_ROWS), keys.shape[0]
     return grid, row_constants(keys.shape[2], values.shape[2], rope)
@@ -163,7 +169,7 @@ def supports(device: torch.device, dtype: str, size: int, value_size: int, pairs
     def largest_error() -> float:
         heads, tokens, draw = 2, 30, torch.Generator().manual_seed(0)
         rope = Rope(torch.rand(pairs, generator=draw).to(device), layout)
-        by = angles(torch.arange(tokens, device=device).float(), rope.inv_freq)
+        rotation = angles(torch.arange(tokens, device=device).float(), rope.inv_freq)
         new, stored = (
             [
                 torch.randn(heads, tokens, each, generator=draw).to(device, DTYPES[dtype])
@@ -172,19 +178,19 @@ def supports(device: torch.device, dtype: str, size: int, value_size: int, pairs
             for _ in range(2)
         )
         at, positions = torch.tensor([2, 3, 9], device=device), torch.tensor([4, 7, 21], device=device)
-        found = observed((new[0], new[1]), at, (stored[0], stored[1]), positions, by, rope)
+        found = observed((new[0], new[1]), at, (stored[0], stored[1]), positions, rotation, rope)
         keys = new[0][:, at].float() - stored[0][:, positions].float()
-        keys = rotated(keys, by[0][positions], -by[1][positions], rope)
+        keys = rotated(keys, rotation[0][positions], -rotation[1][positions], rope)
         values = new[1][:, at].float() - stored[1][:, positions].float()
         expected = torch.cat([each.transpose(0, 1).flatten(1) for each in (keys, values)], 1)
         errors = [(found - expected).abs().max()]
         more = [each[:, :20] for each in new]
-        moved = rotated(more[0].float(), by[0][5:25], by[1][5:25], rope)
+        rotated_more = rotated(more[0].float(), rotation[0][5:25], rotation[1][5:25], rope)
         wanted = [each.float() for each in stored]
-        wanted[0][:, 5:25] += moved
+        wanted[0][:, 5:25] += rotated_more
         wanted[1][:, 5:25] += more[1].float()
-        add((more[0], more[1]), (stored[0], stored[1]), 5, by, rope)
+        add((more[0], more[1]), (stored[0], stored[1]), 5, rotation, rope)
         errors += [(a.float() - b).abs().max() for a, b in zip(stored, wanted, strict=True)]
         return float(torch.stack(errors).max())
 
-    return passes(largest_error, "the shift of stored KV", 8 * torch.finfo(DTYPES[dtype]).eps)
+    return passes_self_test(largest_error, "the shift of stored KV", 8 * torch.finfo(DTYPES[dtype]).eps)

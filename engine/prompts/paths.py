@@ -134,7 +134,7 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
                     encoder.extend_prefix(whole(source))
             if encoder.start != node.start:
                 raise Cancelled("the parent of the node was deleted")
-            kv = encoder.encode(node.token_ids, CallbackCancel(turn.is_wanted))
+            kv = encoder.encode(node.token_ids, CallbackCancel(turn.should_stop))
             return replace(kv, parent=node.parent)
 
     with suppress(CorruptBlobError, StoreFullError):  # the next request tries again

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import thread as pools
+from concurrent.futures import thread as executor_threads
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -16,30 +16,30 @@ from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
 EXIT_S = 5.0  # how long requested KV is still stored when an engine is closed or the process exits
-MAX_WAITING = 256  # limit of named tasks; a later request adds a rejected task again
+MAX_WAITING = 256  # tasks, above which no named one is added; a later request adds it again
 
-_producers: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_others: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_ending_first: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_runtimes: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def end_at_exit(thing: Any, produces: bool = False) -> None:
+def end_at_exit(thing: Any, ends_first: bool = False) -> None:
     """Call `thing.end()` before the interpreter exits: torch aborts the process if it is stopped in the middle.
 
-    produces: it adds background tasks when it ends, so it ends before the engines, which run them.
+    ends_first: it adds background tasks when it ends, so it must end before the engines, which run them.
     """
-    if not (_producers or _others):
+    if not (_ending_first or _runtimes):
         atexit.unregister(_end_all)
         atexit.register(_end_all)
-    (_producers if produces else _others).add(thing)
+    (_ending_first if ends_first else _runtimes).add(thing)
 
 
 def _end_all() -> None:
-    for thing in (*_producers, *_others):
+    for thing in (*_ending_first, *_runtimes):
         thing.end()
 
 
 class Priority(IntEnum):
-    """Of a background task, the most important first."""
+    """Priority of a background task; lower numbers are more important."""
 
     STORE = 0  # KV that was requested and is not stored yet
     PREPARE = 1  # KV that may be requested
@@ -72,7 +72,7 @@ class BackgroundTasks:
     def add(
         self, work: Callable[[], None], name: Hashable = None, priority: Priority = Priority.PREPARE
     ) -> None:
-        """Queue a task unless one of that name, or the same function, is waiting, or too many named ones are."""
+        """Queue a task, unless one of that name (or that function) is waiting, or it has a name and too many wait."""
         with self._changed:
             waiting = [task.name for task in self._tasks]
             if (name or work) not in waiting and not (name and len(waiting) >= MAX_WAITING):
@@ -139,6 +139,6 @@ class BackgroundTasks:
                 if not self.stopping and self.should_stop(task.priority):
                     self.add(task.work, task.name, task.priority)
             except Exception:
-                # Else the process exits, and the pools of threads that the task needs have ended before it.
-                if not pools._shutdown:
+                # While the process exits, a task may fail because thread pools that it needs have ended: no warning.
+                if not executor_threads._shutdown:
                     log.warning("a background task failed and was dropped", exc_info=True)

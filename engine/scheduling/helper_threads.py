@@ -1,4 +1,4 @@
-"""OpenMP's helper threads, of which GNU OpenMP keeps a team for each thread that ever computed in parallel."""
+"""Ends OpenMP's helper threads: GNU OpenMP keeps a team of them for each thread that ever computed in parallel."""
 
 import ctypes
 import os
@@ -6,18 +6,18 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-HARD = 2  # omp_pause_hard: the team ends; the next parallel loop starts another in a tenth of a millisecond
+OMP_PAUSE_HARD = 2  # the team ends; the next parallel loop starts another in a tenth of a millisecond
 
 
 def end_helper_threads() -> None:
-    """End the calling thread's team, so that another thread's can spin between two matrix products.
+    """End the calling thread's team, so that another thread's team can spin between two matrix products.
 
     With more helper threads than cores, all of them sleep at once: a fused prompt of SmolLM2 took 1.7 times as long
     beside the idle team of a thread that had embedded a question.
     """
     pause = _pause() if "torch" in sys.modules else None
     if pause is not None:
-        pause(HARD)
+        pause(OMP_PAUSE_HARD)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Chooses which waiting request begins next, without clock, lock or device.
+"""Chooses which waiting request begins next. Uses no clock, lock or device.
 
 RAGCache (arXiv 2404.12457) §5.2: requests are ranked by what is cached of them, and at most a window of later ones may
 overtake a request. Its measure, cached length by computed length, prefers long prompts when all of them are stored;
@@ -14,7 +14,7 @@ from itertools import takewhile
 
 WINDOW = 32  # how many requests may overtake one: RAGCache §6
 MOST_BEGUN = 8  # concurrent answers; more would stream slower than people read
-LOADED = 0.05  # the time to load a token as a share of the time to compute one: docs/load.md
+LOAD_COST = 0.05  # the time to load a token as a share of the time to compute one: docs/load.md
 LEAD_S = 2.0  # device time that a client may be ahead of a waiting one
 
 
@@ -23,8 +23,9 @@ class Claim:
     """The properties of a request before it begins.
 
     shares: it yields between its tokens, so others may run concurrently; otherwise it is served alone, in order of
-    arrival, and is never overtaken. client: its owner; cached: stored tokens to load, by chunk; new_tokens: to compute
-    or recompute; nbytes: of its context on the device; deadline: by the clock of the caller of `begin`.
+    arrival, and is never overtaken. client: its owner; cached: numbers of stored tokens to load, by chunk; new_tokens:
+    number of tokens to compute or recompute; nbytes: size of its context on the device; deadline: the time after which
+    it does not begin, by the clock of `begin`'s caller.
     """
 
     shares: bool = False
@@ -37,11 +38,11 @@ class Claim:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in the queue. passed: how many overtook it; is_reading: begun, without its first token yet."""
+    """A request in the queue. overtaken_by: how many overtook it; is_prefilling: it has begun, and has no token yet."""
 
     claim: Claim
-    passed: int = 0
-    is_reading: bool = False
+    overtaken_by: int = 0
+    is_prefilling: bool = False
 
 
 class RequestOrder:
@@ -62,7 +63,7 @@ class RequestOrder:
         self.waiting: list[Ticket] = []
         self.begun: list[Ticket] = []
         self._used_s: dict[str, float] = defaultdict(float)  # of the device, by client
-        self._warm: Mapping[str, int] = {}  # chunks of the request that began last: already loaded
+        self._already_loaded: Mapping[str, int] = {}  # chunks of the request that began last
 
     def add(self, claim: Claim) -> Ticket:
         """Queue a request. A client accumulates no credit while it has no request."""
@@ -86,16 +87,16 @@ class RequestOrder:
 
     def begin(self, now: float) -> Ticket | None:
         """The request that may begin now, or None: only one prompt is prefilled at a time."""
-        if len(self.begun) >= self._most_begun or any(each.is_reading for each in self.begun):
+        if len(self.begun) >= self._most_begun or any(each.is_prefilling for each in self.begun):
             return None
         chosen = self._choose(now)
         if chosen is None:
             return None
         for each in self.waiting[: self.waiting.index(chosen)]:
-            each.passed += 1
+            each.overtaken_by += 1
         self.waiting.remove(chosen)
         self.begun.append(chosen)
-        chosen.is_reading, self._warm = True, chosen.claim.cached
+        chosen.is_prefilling, self._already_loaded = True, chosen.claim.cached
         return chosen
 
     def _choose(self, now: float) -> Ticket | None:
@@ -105,7 +106,7 @@ class RequestOrder:
         sharing = list(takewhile(lambda each: each.claim.shares, timely))
         if timely and not sharing:
             return None if self.begun else timely[0]
-        overtaken = next((each for each in sharing if each.passed >= self._window), None)
+        overtaken = next((each for each in sharing if each.overtaken_by >= self._window), None)
         if overtaken is not None:
             return overtaken if self._fits(overtaken) else None
         least = min((self._used_s[each.claim.client] for each in sharing), default=0.0)
@@ -114,13 +115,13 @@ class RequestOrder:
             for each in sharing
             if self._fits(each) and self._used_s[each.claim.client] <= least + self._lead_s
         ]
-        return min(fair, key=self.length, default=None)  # the first of equals
+        return min(fair, key=self.work_tokens, default=None)  # the first of equals
 
-    def length(self, ticket: Ticket) -> float:
+    def work_tokens(self, ticket: Ticket) -> float:
         """The work of a request, in computed tokens; chunks that the last request loaded are not loaded again."""
         cached = ticket.claim.cached.items()
-        to_load = sum(tokens for chunk, tokens in cached if chunk not in self._warm)
-        return ticket.claim.new_tokens + LOADED * to_load
+        to_load = sum(tokens for chunk, tokens in cached if chunk not in self._already_loaded)
+        return ticket.claim.new_tokens + LOAD_COST * to_load
 
     def _fits(self, ticket: Ticket) -> bool:
         if self.budget_bytes is None or not self.begun:

@@ -20,8 +20,8 @@ from ragblend.kvstore.errors import Cancelled
 log = logging.getLogger("ragblend")
 POLL_S = 0.05
 SLICE_S = 0.2  # of prefill before each stream gets a token: the longest pause of a stream
-PAUSE_S = 0.05  # pause after a request before background work: a program's next call often comes within it
-PATIENCE_S = 10.0  # how long background work waits for a pause on a server that is never idle
+PAUSE_S = 0.05  # how long the device is idle before background work: a program's next call often comes sooner
+PATIENCE_S = 10.0  # how long background work waits until the device is idle
 
 
 class Cancel(Protocol):
@@ -38,7 +38,7 @@ class CallbackCancel:
 
 
 class BatchedPass(Protocol):
-    """A forward pass over several requests. together: how many at most."""
+    """A forward pass over several requests. together: the number of requests, at most."""
 
     @property
     def together(self) -> int: ...
@@ -66,27 +66,27 @@ class DeviceTurn:
     def between_layers(self) -> None:
         """Yield to other requests after SLICE_S of prefill. Raises Cancelled if the request was cancelled."""
         if self._cancel is not None and self._cancel.is_set():
-            raise Cancelled("the computing was cancelled")
+            raise Cancelled("the computation was cancelled")
         self._queue.yield_device(self._ticket, self._cancel, SLICE_S)
 
-    def is_wanted(self) -> bool:
+    def should_stop(self) -> bool:
         """For background work between two layers: whether it should stop because a request waits."""
         self.between_layers()
         return self._queue.has_waiting
 
     def between_tokens(self) -> None:
         """Yield after each token of the answer: another prompt may begin, and other requests get a token or a slice."""
-        self._ticket.is_reading = False
+        self._ticket.is_prefilling = False
         self._queue.yield_device(self._ticket, self._cancel, 0.0)
 
-    def share(self, batched: BatchedPass, read: Any) -> Any:
+    def run_batched(self, batched: BatchedPass, read: Any) -> Any:
         """The result of a pass for `read`, after yielding as `between_tokens` does.
 
         The request that holds the device runs one pass for all requests that yielded for the same pass, without waiting
         for more. If the pass fails, each is computed alone. Raises Cancelled, but not while `read` is in a pass.
         """
-        self._ticket.is_reading = False
-        return self._queue.share(_PassInput(self._ticket, batched, read), self._cancel)
+        self._ticket.is_prefilling = False
+        return self._queue.run_batched(_PassInput(self._ticket, batched, read), self._cancel)
 
 
 class DeviceQueue:
@@ -101,13 +101,13 @@ class DeviceQueue:
         self.order = RequestOrder()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for background work
-        self._calls: dict[Ticket, threading.Condition] = {}
+        self._conditions: dict[Ticket, threading.Condition] = {}
         self._holder: Ticket | None = None
-        self._since = 0.0  # when the holder got the device
+        self._held_since = 0.0  # when the holder got the device
         self._progress_at: float | None = None  # when the holder last finished a layer, token or batch
         self._ring: deque[Ticket] = deque()  # begun requests that yielded
-        self._inputs: dict[Ticket, _PassInput] = {}  # of those that wait for a pass
-        self._left_at = -PAUSE_S  # when the last request left
+        self._inputs: dict[Ticket, _PassInput] = {}  # of requests that wait for a pass
+        self._idle_since = -PAUSE_S  # when the last request left
 
     @contextmanager
     def turn(
@@ -121,7 +121,7 @@ class DeviceQueue:
             if background:
                 self._wait_for_pause(claim.deadline if claim else time.monotonic() + PATIENCE_S, cancel)
             ticket = self.order.add(claim or Claim())
-            self._calls[ticket] = threading.Condition(self._lock)
+            self._conditions[ticket] = threading.Condition(self._lock)
             try:
                 self._assign_next()
                 self._wait_for_turn(ticket, cancel, ticket.claim.deadline)
@@ -135,7 +135,7 @@ class DeviceQueue:
             with self._lock:
                 self._remove(ticket)
                 if not background:
-                    self._left_at = time.monotonic()
+                    self._idle_since = time.monotonic()
 
     def yield_device(self, ticket: Ticket, cancel: Cancel | None, after_s: float) -> None:
         """Let other requests run once, if the holder has had the device for `after_s`.
@@ -146,14 +146,14 @@ class DeviceQueue:
             end_helper_threads()
         with self._lock:
             now = time.monotonic()
-            if ticket.claim.shares and now >= self._since + after_s and self.has_waiting:
+            if ticket.claim.shares and now >= self._held_since + after_s and self.has_waiting:
                 self._release(now)
                 self._ring.append(ticket)
                 self._assign_next()
                 self._wait_for_turn(ticket, cancel)
             self._progress_at = time.monotonic()
 
-    def share(self, mine: _PassInput, cancel: Cancel | None) -> Any:
+    def run_batched(self, mine: _PassInput, cancel: Cancel | None) -> Any:
         """The result of a pass, in this turn or in another's. Raises Cancelled as `yield_device` does."""
         with self._lock:
             self._inputs[mine.ticket] = mine
@@ -162,7 +162,7 @@ class DeviceQueue:
         finally:
             with self._lock:
                 while mine.is_running:  # the pass still writes to its tensors, even if cancelled
-                    self._calls[mine.ticket].wait(POLL_S)
+                    self._conditions[mine.ticket].wait(POLL_S)
                 del self._inputs[mine.ticket]
         if mine.result is None:
             self._run_pass(mine)
@@ -187,7 +187,7 @@ class DeviceQueue:
         finally:
             with self._lock:
                 spent = time.monotonic() - begun
-                self._since += spent  # which is charged here
+                self._held_since += spent  # this time is charged here, and must not be charged again
                 for each in inputs:
                     each.is_running = False
                     self.order.charge(each.ticket, spent / len(inputs))
@@ -197,7 +197,7 @@ class DeviceQueue:
             (mine.result,) = mine.batched.run_together([mine.read])
 
     @property
-    def still_s(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds since the holder last finished a layer, token or batch; 0 before the first, because loading takes
         long.
         """
@@ -206,28 +206,28 @@ class DeviceQueue:
             return 0.0 if at is None else time.monotonic() - at
 
     @property
-    def inside(self) -> int:
+    def request_count(self) -> int:
         """Number of waiting and running requests."""
-        return len(self._calls)
+        return len(self._conditions)
 
     @property
     def has_waiting(self) -> bool:
         """Whether a request waits behind the holder."""
-        return len(self._calls) > 1
+        return len(self._conditions) > 1
 
     def _wait_for_pause(self, deadline: float, cancel: Cancel | None) -> None:
-        while self._calls or self._left_at + PAUSE_S > time.monotonic():
+        while self._conditions or self._idle_since + PAUSE_S > time.monotonic():
             now = time.monotonic()
             if now >= deadline:
                 raise Cancelled("the device was never idle")
-            until = deadline if self._calls else min(deadline, self._left_at + PAUSE_S)
+            until = deadline if self._conditions else min(deadline, self._idle_since + PAUSE_S)
             until = until if cancel is None else min(until, now + POLL_S)
             self._changed.wait(max(0.0, until - now))
-            if self._calls and cancel is not None and cancel.is_set():
+            if self._conditions and cancel is not None and cancel.is_set():
                 raise Cancelled("the work was cancelled while it waited for a pause")
 
     def _wait_for_turn(self, ticket: Ticket, cancel: Cancel | None, deadline: float = math.inf) -> None:
-        called = self._calls[ticket]
+        called = self._conditions[ticket]
         polls = cancel is not None or deadline < math.inf
         while self._holder is not ticket:
             if (cancel is not None and cancel.is_set()) or time.monotonic() >= deadline:
@@ -240,13 +240,13 @@ class DeviceQueue:
             return
         now = time.monotonic()
         self._holder = self.order.begin(now) or (self._ring.popleft() if self._ring else None)
-        self._since, self._progress_at = now, None
+        self._held_since, self._progress_at = now, None
         if self._holder is not None:
-            self._calls[self._holder].notify()
+            self._conditions[self._holder].notify()
 
     def _release(self, now: float) -> None:
         assert self._holder is not None
-        self.order.charge(self._holder, now - self._since)
+        self.order.charge(self._holder, now - self._held_since)
         self._holder = None
 
     def _remove(self, ticket: Ticket) -> None:
@@ -255,6 +255,6 @@ class DeviceQueue:
         elif ticket in self._ring:
             self._ring.remove(ticket)
         self.order.remove(ticket)
-        del self._calls[ticket]
+        del self._conditions[ticket]
         self._assign_next()
         self._changed.notify_all()

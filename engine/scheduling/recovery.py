@@ -21,14 +21,14 @@ NOT_THE_DEVICE = (RecursionError, NotImplementedError)  # RuntimeErrors caused b
 
 
 class _TextWatcher:
-    """Passes text on, and records whether there was any and whether the receiver raised."""
+    """Passes text on to `on_text`, and records whether there was any, and the error that `on_text` raised."""
 
     def __init__(self, on_text: OnText) -> None:
-        self._on_text, self.any = on_text, False
+        self._on_text, self.has_text = on_text, False
         self.raised: BaseException | None = None
 
     def __call__(self, text: str) -> None:
-        self.any = True
+        self.has_text = True
         try:
             self._on_text(text)
         except BaseException as error:
@@ -43,30 +43,30 @@ def retry_after_device_failure(
     cancel: C | None = None,
 ) -> T:
     """Run `work(on_text, cancel)`, and again if the device failed before any text. Raises DeviceError."""
-    before, shown = runtime.loaded_ref, _TextWatcher(on_text) if on_text is not None else None
+    before, watcher = runtime.loaded_ref, _TextWatcher(on_text) if on_text is not None else None
     try:
-        return work(shown, cancel)
+        return work(watcher, cancel)
     except FAILURES as error:
-        _check_retry(error, shown)
-        said = _summary(error)
-    log.warning("the device failed (%s); the model is loaded again, and the prompt read again", said)
+        _check_retry(error, watcher)
+        summary = _summary(error)
+    log.warning("the device failed (%s); the model is reloaded, and the request repeated", summary)
     runtime.rebuild(before or runtime.loaded_ref, cancel)
     try:
-        return work(shown, cancel)
+        return work(watcher, cancel)
     except FAILURES as error:
-        _check_retry(error, shown)
+        _check_retry(error, watcher)
         log.error("the device failed again (%s)", _summary(error))
         raise DeviceError(
-            f"the device failed twice ({type(error).__name__}). What is stored is kept. Where memory is short: fewer "
-            "or shorter passages, a smaller model, or --device cpu"
+            f"the device failed twice ({type(error).__name__}). Stored KV is kept. If memory is short, use fewer or "
+            "shorter passages, a smaller model, or --device cpu"
         ) from error
 
 
-def _check_retry(error: BaseException, shown: _TextWatcher | None) -> None:
-    """Raise the error if the device did not cause it (but on_text or a bug); DeviceError if text was shown."""
-    if (shown is not None and error is shown.raised) or isinstance(error, NOT_THE_DEVICE):
+def _check_retry(error: BaseException, watcher: _TextWatcher | None) -> None:
+    """Raise the error if `on_text` or a bug caused it, and not the device; DeviceError if text was shown."""
+    if (watcher is not None and error is watcher.raised) or isinstance(error, NOT_THE_DEVICE):
         raise error
-    if shown is not None and shown.any:
+    if watcher is not None and watcher.has_text:
         raise DeviceError(
             f"the device failed in the middle of an answer ({type(error).__name__}); ask again"
         ) from error

@@ -177,4 +177,4 @@ def test_failing_reranker_releases_the_device(workspace, monkeypatch):
     with pytest.raises(ModelError, match="damaged"):
         answer_of(opened.first, QUESTION)
     with workspace.engine.runtime.queue.turn():
-        assert workspace.engine.runtime.queue.inside == 1
+        assert workspace.engine.runtime.queue.request_count == 1

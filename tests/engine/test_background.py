@@ -339,7 +339,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
         """At the first layer of the first passage a question comes; the layer ends when it is in the queue."""
         if not asking_now:
             asking_now.append(started(ask))
-            while engine.runtime.queue.inside < 2:
+            while engine.runtime.queue.request_count < 2:
                 answered.wait(0.01)
         return False
 
@@ -469,7 +469,7 @@ def test_answers_go_on_while_a_framework_encodes(engine, monkeypatch):
 
     def token() -> None:
         begun.set()
-        tokens[0] += engine.runtime.queue.inside > 1
+        tokens[0] += engine.runtime.queue.request_count > 1
 
     encoding = threading.Thread(target=engine.encode, args=(TEXTS[1:2],), daemon=True)
     with answering(engine, token):

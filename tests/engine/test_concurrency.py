@@ -59,7 +59,7 @@ def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(engine, 
 
 def device_is_free(engine):
     """Once the queue is empty; the device is held by nobody then."""
-    return until(lambda: not engine.runtime.queue.inside)
+    return until(lambda: not engine.runtime.queue.request_count)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_closing_a_stream_frees_the_device(stored, serves, endless):
     stream = stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500)
     next(iter(stream))
     stream.close()
-    assert not stored.engine.runtime.queue.inside
+    assert not stored.engine.runtime.queue.request_count
     assert len(endless) < 500
     stream.close()
     assert list(stream) == []
@@ -194,7 +194,7 @@ def test_waiting_and_decoding_requests_hold_no_file_open(stored, serves):
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(generate, number) for number in range(4)]
         assert begun.acquire(timeout=60)  # one decodes, the others wait or decode as well
-        until(lambda: engine.runtime.queue.inside >= 4)
+        until(lambda: engine.runtime.queue.request_count >= 4)
         during = opened()
         more.set()
         assert all(answer.result().token_ids for answer in answers)
@@ -250,7 +250,7 @@ def test_a_stream_goes_on_while_another_prompt_is_read(stored, serves, monkeypat
         said.append("first")
         if len(said) == 2:
             second.append(started(ask_too))
-            until(lambda: engine.runtime.queue.inside >= 2)
+            until(lambda: engine.runtime.queue.request_count >= 2)
 
     engine.generate(make_prompt(TEXTS), method="full", max_new_tokens=60, on_text=on_text)
     second[0].join(60)
@@ -283,7 +283,7 @@ def test_a_request_that_yielded_can_be_cancelled_and_closing_waits_for_others(st
     threads[0].start()
     assert begun.wait(60)
     threads[1].start()
-    until(lambda: engine.runtime.queue.inside >= 2 and engine.runtime.queue.order.begun[1:])
+    until(lambda: engine.runtime.queue.request_count >= 2 and engine.runtime.queue.order.begun[1:])
     closing = threading.Thread(target=engine.close)
     cancel.set()
     threads[0].join(60)

@@ -398,7 +398,7 @@ def test_a_request_ends_the_measuring_and_an_error_is_not_repeated(engine, monke
         begun.append(turn)
         return len(begun) > 1  # in the second layer
 
-    monkeypatch.setattr(DeviceTurn, "is_wanted", waiting)
+    monkeypatch.setattr(DeviceTurn, "should_stop", waiting)
     assert engine.prefill(prompt).report.hits == 3
     engine.finish_background()
     assert len(begun) == 2 and engine.runtime.profile is None and not engine.runtime.speeds.cannot_measure

@@ -48,7 +48,7 @@ def scattered(count, tokens, heads=4, key_heads=2, size=32, dtype=DTYPES[0], roo
 def test_scattered_rows_see_the_keys_up_to_their_positions(count, tokens, window):
     dtype = DTYPES[(count + (window or 0)) % 2]
     rows, query, key, value = scattered(count, tokens, dtype=dtype)
-    expected = rows_attention.plain(query, key, value, rows, window)
+    expected = rows_attention.attend_by_torch(query, key, value, rows, window)
     found = rows_attention.attend(query, key, value, rows, None, window).float()
     assert (found - expected).abs().max() < rows_attention.ALLOWED[dtype]
 
@@ -56,13 +56,13 @@ def test_scattered_rows_see_the_keys_up_to_their_positions(count, tokens, window
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(2, 2, 16), (9, 3, 64), (8, 2, 128), (2, 1, 256)])
 def test_heads_of_a_group_share_their_keys(heads, key_heads, size):
     rows, query, key, value = scattered(20, 90, heads, key_heads, size)
-    expected = rows_attention.plain(query, key, value, rows)
+    expected = rows_attention.attend_by_torch(query, key, value, rows)
     assert (rows_attention.attend(query, key, value, rows).float() - expected).abs().max() < 0.005
 
 
 def test_every_tile_gives_the_same_rows():
     rows, query, key, value = scattered(90, 180)
-    expected = rows_attention.plain(query, key, value, rows)
+    expected = rows_attention.attend_by_torch(query, key, value, rows)
     for blocks in {rows_attention.blocks_of(count, 32, True) for count in (1, 100, 1000)}:
         found = rows_attention.attend(query, key, value, rows, None, None, blocks).float()
         assert (found - expected).abs().max() < 0.005, blocks
@@ -85,9 +85,9 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(caplog):
     def broken():
         raise RuntimeError("out of resource: shared memory")
 
-    assert not kernels.passes(broken, "attention", 0.1) and "shared memory" in caplog.text
-    assert not kernels.passes(lambda: float("nan"), "attention", 0.1) and "nan" in caplog.text
-    assert kernels.passes(lambda: 0.05, "attention", 0.1)
+    assert not kernels.passes_self_test(broken, "attention", 0.1) and "shared memory" in caplog.text
+    assert not kernels.passes_self_test(lambda: float("nan"), "attention", 0.1) and "nan" in caplog.text
+    assert kernels.passes_self_test(lambda: 0.05, "attention", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -243,10 +243,10 @@ from ragblend.engine.kernels import placement, rows_attention, shift
 
 def compiled(kernel, dtype, shape, capability, **options):
     kinds = {"count": "i32", "window": "i32", "scale": "fp32", "Cos": "*fp32", "Sin": "*fp32", "Rows": "*i64"}
-    kinds |= {name: f"*{dtype}" for name in ("Q", "K", "V", "Out", "Room", "Keys", "Values")}
+    kinds |= {name: f"*{dtype}" for name in ("Q", "K", "V", "Out", "Memory", "Keys", "Values")}
     kinds |= {name: f"*{dtype}" for name in ("New_keys", "New_values", "More_keys", "More_values")}
     kinds |= {"At": "*i64", "Positions": "*i64"} | ({"Out": "*fp32"} if "SIZE" in shape else {})
-    kinds |= {name: "*i32" for name in ("Begin", "Index", "Tokens", "Turns")}
+    kinds |= {name: "*i32" for name in ("Begin", "Index", "Tokens", "AngleRows")}
     kinds |= {"Bytes": "*u8", "Halves": "*fp16"} | ({"Rows": "*i32"} if "PER_BYTE" in shape else {})
     signature = {name: "constexpr" if name in shape else kinds.get(name, "i32") for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in shape.items()}

@@ -60,7 +60,7 @@ def test_a_request_that_does_not_fit_waits_and_small_ones_overtake_it():
         order.add(asks(nbytes=nbytes))
         ticket = order.begin(0)
         if ticket is not None:
-            ticket.is_reading = False
+            ticket.is_prefilling = False
         return ticket
 
     running, large = answers(60), order.add(asks(nbytes=60))
@@ -109,7 +109,7 @@ def test_a_request_served_alone_waits_for_all_and_is_not_overtaken():
     order = RequestOrder()
     first = order.add(asks())
     assert order.begin(0) is first
-    first.is_reading = False
+    first.is_prefilling = False
     alone, after = order.add(Claim()), order.add(asks(1000, 1))
     assert order.begin(0) is None
     order.remove(first)
@@ -139,16 +139,19 @@ def test_whatever_comes_and_goes_the_promises_are_kept(seed):
             assert ticket.claim.deadline > now
         for ticket in list(order.begun):
             order.charge(ticket, draw.random())
-            ticket.is_reading = ticket.is_reading and draw.random() < 0.5
+            ticket.is_prefilling = ticket.is_prefilling and draw.random() < 0.5
             if draw.random() < 0.4:
                 order.remove(ticket)
         for ticket in order.waiting[:1]:
             if draw.random() < 0.1:  # somebody gives up
                 order.remove(ticket)
-        assert len(order.begun) <= 4 and sum(ticket.is_reading for ticket in order.begun) <= 1
+        assert len(order.begun) <= 4 and sum(ticket.is_prefilling for ticket in order.begun) <= 1
         assert len(order.begun) == 1 or sum(ticket.claim.nbytes for ticket in order.begun) <= 100
         assert len(order.begun) == 1 or all(ticket.claim.shares for ticket in order.begun)
-        assert max((ticket.passed for ticket in order.waiting if ticket.claim.deadline > now), default=0) <= 8
+        assert (
+            max((ticket.overtaken_by for ticket in order.waiting if ticket.claim.deadline > now), default=0)
+            <= 8
+        )
     served = begun(order, now=now) if not order.begun else []
     for _ in range(10_000):  # everybody is served, or past its deadline
         for ticket in list(order.begun):

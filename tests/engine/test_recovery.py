@@ -67,7 +67,7 @@ def test_a_second_failure_is_raised_and_the_next_question_is_answered(asked, mon
     break_layer(monkeypatch, 0, RuntimeError, times=2)
     with pytest.raises(DeviceError, match="twice"):
         engine.generate(ASKED)
-    assert engine.runtime.queue.inside == 0
+    assert engine.runtime.queue.request_count == 0
     assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected
 
 
@@ -191,7 +191,7 @@ def test_a_retry_can_be_cancelled_while_others_have_the_device(asked, monkeypatc
     def fail(*_):
         """At the failing layer somebody else is in the queue already, and has the device next."""
         fails.set()
-        until(lambda: queue.inside >= 2)
+        until(lambda: queue.request_count >= 2)
         raise RuntimeError("gone")
 
     monkeypatch.setattr(TransformersDecoder, "run_layer", fail)

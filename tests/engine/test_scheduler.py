@@ -31,7 +31,7 @@ def test_first_come_first_served_and_one_at_a_time():
     with queue.turn():
         for number in range(8):
             threads.append(started(work, number))
-            until(lambda n=number: queue.inside == n + 2)
+            until(lambda n=number: queue.request_count == n + 2)
         assert order == []
     for thread in threads:
         thread.join(SOON_S)
@@ -52,9 +52,9 @@ def test_a_cancelled_request_does_not_block_others():
 
     with queue.turn():
         one = started(gives_up)
-        until(lambda: queue.inside == 2)
+        until(lambda: queue.request_count == 2)
         two = started(waits)
-        until(lambda: queue.inside == 3)
+        until(lambda: queue.request_count == 3)
         cancel.set()
         one.join(SOON_S)
         assert outcome == ["gave up"]
@@ -74,7 +74,7 @@ def test_a_request_that_has_begun_goes_on_after_its_deadline(clock):
     thread = threading.Thread(target=other)
     with queue.turn(CallbackCancel(lambda: polls.append(1)), claim=claim) as turn:
         thread.start()
-        until(lambda: queue.inside == 2)
+        until(lambda: queue.request_count == 2)
         turn.between_tokens()
         assert clock.now > claim.deadline
     thread.join(SOON_S)
@@ -182,7 +182,7 @@ from ragblend.engine.scheduling.background import end_at_exit
 class Thing:
     def __init__(self, name):
         self.name = name
-        end_at_exit(self, produces=name == "stream")
+        end_at_exit(self, ends_first=name == "stream")
     def end(self):
         print(self.name)
 things = [Thing(name) for name in ["engine", "stream"] * 8]
@@ -274,7 +274,7 @@ def test_background_work_waits_for_all_requests():
         for name, background in (("behind", True), ("first", False), ("second", False)):
             threads.append(started(takes, name, background))
             wanted = len(threads)  # one in the background is not in the queue
-            until(lambda n=wanted: queue.inside == n)
+            until(lambda n=wanted: queue.request_count == n)
         assert queue.has_waiting
     for thread in threads:
         thread.join(SOON_S)

@@ -186,7 +186,7 @@ def test_an_error_of_retrieval_is_raised_and_the_device_is_free(fresh, reads):
     with pytest.raises(OSError, match="the index is gone"):
         answered(fresh, prompts())
     with fresh.engine.runtime.queue.turn():
-        assert fresh.engine.runtime.queue.inside == 1
+        assert fresh.engine.runtime.queue.request_count == 1
 
 
 def test_no_prompt_at_all(fresh):

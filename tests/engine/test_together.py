@@ -59,7 +59,7 @@ def ask():
                 with queue.turn(cancels.get(number), claim=claim) as turn:
                     while len(queue.order.begun) < len(passes) and not passes[0].seen:
                         turn.between_tokens()  # all of them are at their first token
-                    found[number] = turn.share(passes[number], number)
+                    found[number] = turn.run_batched(passes[number], number)
             except (RuntimeError, Cancelled) as error:
                 found[number] = error
 
@@ -67,7 +67,7 @@ def ask():
         with queue.turn():
             for number in range(len(passes)):
                 threads.append(started(work, number))
-                until(lambda: queue.inside == len(threads) + 1)
+                until(lambda: queue.request_count == len(threads) + 1)
         return queue, threads, found
 
     def joined(*given, **more):
@@ -87,7 +87,7 @@ def test_waiting_requests_share_the_next_pass_and_wait_for_no_others(ask):
     queue, found = ask.joined(*[squares] * 5)
     assert found == {number: number * number for number in range(5)}
     assert sorted(number for numbers in squares.seen for number in numbers) == list(range(5))
-    assert max(map(len, squares.seen)) >= 4 and not queue.inside
+    assert max(map(len, squares.seen)) >= 4 and not queue.request_count
 
 
 def test_a_pass_takes_at_most_as_many_as_it_can(ask):
@@ -110,7 +110,7 @@ def test_a_failing_request_of_a_pass_fails_alone(ask, caplog):
     queue, found = ask.joined(*[squares] * 4)
     assert isinstance(found.pop(2), RuntimeError) and found == {0: 0, 1: 1, 3: 9}
     assert max(map(len, squares.seen)) > 1 and "each is computed alone" in caplog.text
-    assert not queue.inside
+    assert not queue.request_count
 
 
 def test_a_request_cancelled_in_a_pass_ends_after_it(ask):
@@ -133,7 +133,7 @@ def test_a_request_cancelled_in_a_pass_ends_after_it(ask):
     for thread in threads:
         thread.join(30)
     assert found[numbers[0]] == numbers[0] ** 2
-    assert all(isinstance(found[number], Cancelled) for number in numbers[1:]) and not queue.inside
+    assert all(isinstance(found[number], Cancelled) for number in numbers[1:]) and not queue.request_count
 
 
 def test_each_is_charged_for_its_share_of_a_pass(ask, clock, monkeypatch):
@@ -287,7 +287,7 @@ def test_answers_are_the_same_whichever_requests_run_beside_them(stored, rows, s
             assert number in cancelled and texts[number].startswith(found.rstrip("\ufffd"))
         else:
             assert found == alone[number]
-    assert max(rows.sizes) >= 3 and engine.runtime.queue.inside == 0
+    assert max(rows.sizes) >= 3 and engine.runtime.queue.request_count == 0
 
 
 def test_an_unread_stream_blocks_no_other_request(stored, rows):
@@ -299,7 +299,7 @@ def test_an_unread_stream_blocks_no_other_request(stored, rows):
         assert "".join(engine.stream(prompt, max_new_tokens=20, **options)) == expected
     assert 2 in rows.sizes
     unread.close()
-    assert not engine.runtime.queue.inside
+    assert not engine.runtime.queue.request_count
 
 
 def ask_four(engine, tokens=30):
@@ -315,7 +315,7 @@ def ask_four(engine, tokens=30):
     with ThreadPoolExecutor(4) as pool:
         with engine.runtime.queue.turn():
             work = [pool.submit(ask, number) for number in range(4)]
-            until(lambda: engine.runtime.queue.inside == 5)
+            until(lambda: engine.runtime.queue.request_count == 5)
         return [each.result(60) for each in work]
 
 
@@ -348,4 +348,4 @@ def test_a_device_that_keeps_failing_is_reported_to_each_request(stored, rows, m
     monkeypatch.setattr(rows, "run_together", failing)
     found = ask_four(engine)
     assert all(isinstance(each, DeviceError) and "in the middle" in str(each) for each in found)
-    assert not engine.runtime.queue.inside
+    assert not engine.runtime.queue.request_count

@@ -59,7 +59,7 @@ def test_many_requests_wait_for_the_device_without_blocking_other_threads(backen
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         with backend.engine.runtime.queue.turn():
             tasks = [asyncio.create_task(WAYS[way](each)) for each in short]
-            while backend.engine.runtime.queue.inside <= MANY:
+            while backend.engine.runtime.queue.request_count <= MANY:
                 await asyncio.sleep(0)
             free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), SOON_S)
         return free, await asyncio.gather(*tasks)
@@ -151,10 +151,10 @@ def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short):
         queue = backend.engine.runtime.queue
         with queue.turn():
             task = asyncio.create_task(collect(short[0]))
-            while queue.inside < 2:
+            while queue.request_count < 2:
                 await asyncio.sleep(0)
             task.cancel()
-            while queue.inside > 1:
+            while queue.request_count > 1:
                 await asyncio.sleep(0.001)
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -74,7 +74,7 @@ def test_a_hanging_device_ends_the_process(served, monkeypatch, what) -> None:
         "what is measured after it": measure,
     }
     asked = threading.Thread(target=work[what], args=("Is it there?",))
-    assert runtime.queue.still_s == 0, "nobody has the device"
+    assert runtime.queue.stalled_s == 0, "nobody has the device"
     with hanging(monkeypatch, runtime.loaded.model.model.layers[1]) as begun:
         asked.start()
         assert begun.wait(SOON_S)
@@ -88,7 +88,7 @@ def test_loading_a_model_is_not_a_hang(served) -> None:
     """Loading and converting a model holds the device without completing a layer."""
     served.chat()
     with served.engine.runtime.queue.turn():
-        assert served.engine.runtime.queue.still_s == 0
+        assert served.engine.runtime.queue.stalled_s == 0
 
 
 @pytest.mark.parametrize("what", ["the embedder", "a reranker"])
@@ -108,7 +108,7 @@ def test_a_hanging_embedder_or_reranker_ends_the_process(
         workspace = served.service.app.workspaces.first
         question = {"question": "When does the ferry leave?", "max_tokens": 2}
         assert client.post("/v1/rag/ask", json=question).status_code == 200
-        until(lambda: not any(queue.still_s for queue in workspace.queues))
+        until(lambda: not any(queue.stalled_s for queue in workspace.queues))
         kind = BertModel if what == "the embedder" else BertForSequenceClassification
         asked = threading.Thread(target=client.post, args=("/v1/rag/ask",), kwargs={"json": question})
         with hanging(monkeypatch, kind) as begun:
@@ -152,14 +152,14 @@ def test_each_batch_of_a_long_ingest_counts_as_progress(monkeypatch) -> None:
     embedder, forward, passes = Embedder(dtype="float32"), BertModel.forward, []
 
     def timed(*given, **named):
-        begun, still_s = time.monotonic(), embedder.queue.still_s
+        begun, stalled_s = time.monotonic(), embedder.queue.stalled_s
         result = forward(*given, **named)
-        passes.append((begun, still_s))
+        passes.append((begun, stalled_s))
         return result
 
     embedder.load()
     monkeypatch.setattr(BertModel, "forward", timed)
     embedder.embed_passages([f"text number {number}" for number in range(96)])  # two batches, three passes
     assert len(passes) > 1
-    for (before, _), (begun, still_s) in pairwise(passes):
-        assert still_s < begun - before, "the pass before was counted as progress"
+    for (before, _), (begun, stalled_s) in pairwise(passes):
+        assert stalled_s < begun - before, "the pass before was counted as progress"
