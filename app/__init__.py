@@ -1,1 +1,1 @@
-"""The local application: settings, library of documents, ingest, questions, command line, benches."""
+"""The local application: settings, library of documents, ingest, questions, command line, server, benches."""

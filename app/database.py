@@ -24,18 +24,19 @@ from ragblend.kvstore.sqlite import (
 )
 
 BATCH_ROWS = 500
-# Signs that belong to the letter before them and are no letters to Python: accents, vowels of Indic scripts.
+# Combining marks, which Python does not count as letters: accents, vowels of Indic scripts.
 SIGNS = "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u0900-\u0963\u0966-\u0dff"
 WORD = re.compile(rf"(?:[^\W_]|[{SIGNS}])+")
-# Scripts whose blanks do not separate words: there are none, or endings are joined to a word (Korean).
+# Scripts whose blanks do not separate words: they have none, or endings are joined to a word (Korean).
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai and Lao, Burmese, Khmer
     "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Japanese, Chinese
     "\uac00-\ud7a3"  # Korean
 )
+# A word, or a run of letters without spaces.
 RUN = re.compile(rf"[{UNSPACED}]+|(?:(?![{UNSPACED}])(?:[^\W_]|[{SIGNS}]))+")
 IS_UNSPACED = re.compile(rf"[{UNSPACED}]")
-READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
+NO_ACCESS = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 
 
 class Database(SqliteFile):
@@ -58,29 +59,29 @@ class Database(SqliteFile):
         """Mark in the new file what could not be read of the damaged one."""
 
     def among(self, query: str, keys: Iterable[object], *values: object) -> list[sqlite3.Row]:
-        """The rows of a query that ends in `IN`, for any number of keys; values: of the parameters before them."""
-        everything = list(dict.fromkeys(keys))
+        """The rows of a query that ends in `IN`, for any number of keys; values: of the parameters before `IN`."""
+        distinct = list(dict.fromkeys(keys))
         found: list[sqlite3.Row] = []
-        for start in range(0, len(everything), BATCH_ROWS):
-            batch = everything[start : start + BATCH_ROWS]
+        for start in range(0, len(distinct), BATCH_ROWS):
+            batch = distinct[start : start + BATCH_ROWS]
             found += self.rows(f"{query} ({', '.join('?' * len(batch))})", *values, *batch)
         return found
 
     @property
     def changes(self) -> int:
-        """How many rows this connection has written; it grows with every change."""
+        """How many rows this connection has written so far."""
         with self.connection() as sql:
             return sql.total_changes
 
     # --- opening
 
     def _must_reopen(self) -> bool:
-        # A deleted file stays open, and is not replaced by an empty one.
+        # A deleted file stays open: reopening would replace it by an empty one.
         return super()._must_reopen() and self.path.exists()
 
     def _open(self) -> sqlite3.Connection:
         if Path(f"{self.path}.rescued").exists():
-            with self._rescuing() as lock, lock.hold():
+            with self._rescue_lock() as lock, lock.hold():
                 rescue.finish(self.path)
         return super()._open()
 
@@ -90,20 +91,20 @@ class Database(SqliteFile):
         sql.text_factory = lenient_text
         sql.execute("PRAGMA foreign_keys = ON")
         sql.create_function("folded", 1, lambda text: folded(str(text)), deterministic=True)
-        sql.create_function("worded", 2, _worded, deterministic=True)
+        sql.create_function("worded", 2, _indexed_text, deterministic=True)
 
-    # --- what is wrong with a file
+    # --- damage and errors
 
     def _repair(self, why: str) -> None:
         self._disconnect()
-        with self._rescuing() as lock, lock.hold():
+        with self._rescue_lock() as lock, lock.hold():
             if is_same_file(self.path, self._identity):  # else another process has rescued it
                 new = self._new_file(Path(f"{self.path}.rescuing"))
                 self.rescued = rescue.rescue(
                     self.path, new, self.what, why, self.copied, self.adopted, self.mark_lost
                 )
 
-    def _rescuing(self) -> WriterLock:
+    def _rescue_lock(self) -> WriterLock:
         return WriterLock(self.path.with_name(f".{self.path.name}.lock"), BUSY_SECONDS)
 
     def _new_file(self, path: Path) -> sqlite3.Connection:
@@ -136,10 +137,10 @@ class Database(SqliteFile):
             )
         if code in BUSY:
             return LibraryError(
-                f"Using the {self.what} {self.path}: another program keeps it locked. Close that, and try again."
+                f"Using the {self.what} {self.path}: another program keeps it locked. Close it, and try again."
             )
         advice = "Close every program that uses it: when it is opened again, what can be read is kept."
-        if code in READ_ONLY:
+        if code in NO_ACCESS:
             advice = "Check the folder's rights and space."
         elif getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CORRUPT_VTAB:
             advice = "Run `ragblend store repair`, which rebuilds its index of words."
@@ -169,13 +170,13 @@ def split_words(text: str) -> list[str]:
     return [word for run in RUN.findall(folded(text)) for word in _words(run)]
 
 
-def words_of(collection: str, text: str) -> list[str]:
+def indexed_words(collection: str, text: str) -> list[str]:
     """The words of a text as they are indexed: each prefixed by its collection, so that collections share none.
 
     The prefix does not affect FTS5's stemmer.
     """
-    mark = int.from_bytes(hashlib.blake2b(collection.encode(), digest_size=6).digest())
-    return [f"x{mark}{word}" for word in split_words(text)]
+    prefix = int.from_bytes(hashlib.blake2b(collection.encode(), digest_size=6).digest())
+    return [f"x{prefix}{word}" for word in split_words(text)]
 
 
 def _words(run: str) -> list[str]:
@@ -185,6 +186,9 @@ def _words(run: str) -> list[str]:
     return [run[at : at + 2] for at in range(len(run) - 1)]
 
 
-def _worded(collection: str, text: bytes) -> str:
-    """text: bytes, because a damaged row that is not UTF-8 must still be deletable."""
-    return " ".join(words_of(collection, text.decode("utf-8", "replace")))
+def _indexed_text(collection: str, text: bytes) -> str:
+    """SQL's `worded`: what the index of words stores of a text.
+
+    text is bytes, because a damaged row that is not UTF-8 must still be deletable.
+    """
+    return " ".join(indexed_words(collection, text.decode("utf-8", "replace")))

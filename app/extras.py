@@ -6,9 +6,9 @@ from ragblend.kvstore.errors import UsageError, install_hint
 
 
 def check_installed(what: str, packages: tuple[str, ...], extra: str) -> None:
-    """Raise UsageError if a package of that extra is missing. what: the feature that needs it, for the message."""
+    """Raise UsageError if a package of that extra is missing. what: the feature that needs it, in the message."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"{what} need {' and '.join(missing)}, which is not installed: {install_hint(extra)}"
+            f"{what} cannot be used without {' and '.join(missing)}: run `{install_hint(extra)}`"
         )

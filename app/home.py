@@ -22,7 +22,8 @@ def absolute(path: Path | str) -> Path:
 class Home:
     """The paths inside one home folder; nothing is created until `create` is called.
 
-    originals: copies of uploaded files; models_named: exists once the user was told which models fit this machine.
+    originals: copies of uploaded files; models_suggested: exists once the user was told which models
+    fit this machine.
     """
 
     def __init__(self, root: Path) -> None:
@@ -34,7 +35,7 @@ class Home:
         self.settings = root / "settings.toml"
         self.lock, self.encoder_lock = root / "writer.lock", root / "encoder.lock"
         self.undo_lock = root / "undo.lock"
-        self.models_named = root / ".models-named"
+        self.models_suggested = root / ".models-named"
 
     @classmethod
     def resolve(cls, home: Path | str | None = None) -> "Home":
@@ -71,14 +72,14 @@ def make_private(folder: Path) -> None:
 
 def _is_open_to_others(path: Path) -> bool:
     try:
-        found = path.lstat().st_mode
+        mode = path.lstat().st_mode
     except FileNotFoundError:  # a temporary file that was deleted meanwhile
         return False
-    return HAS_MODES and not stat.S_ISLNK(found) and bool(stat.S_IMODE(found) & 0o077)
+    return HAS_MODES and not stat.S_ISLNK(mode) and bool(stat.S_IMODE(mode) & 0o077)
 
 
-def _cannot_use(root: Path, found: object) -> str:
+def _cannot_use(root: Path, reason: object) -> str:
     return (
-        f"Opening the home folder {root}: {found}. "
+        f"Opening the home folder {root}: {reason}. "
         "Give a folder that you may write to with --home or RAGBLEND_HOME."
     )

@@ -14,7 +14,7 @@ GIGABYTE = 10**9
 PROMPT_TOKENS = 2000
 SLOWEST_TOKENS_PER_S = 1.5
 LONGEST_FIRST_TOKEN_S = 90.0
-ANSWER_TOKENS = 60  # of the answer that an offer's `answer_s` counts
+ANSWER_TOKENS = 60  # of the first answer, for `Offer.answer_s`
 COMFORTABLE_ANSWER_S = 30.0
 # Memory needed beside the weights: embedder, index, the buffers of one prompt.
 OVERHEAD_BYTES = 2 * GIGABYTE
@@ -23,7 +23,9 @@ BUNDLED_PARAMETERS = 0.135e9
 
 @dataclass(frozen=True)
 class MachineCapacity:
-    """Memory and speed of this machine. flops_per_s: of large products; bytes_per_s: reading weights for one token."""
+    """Memory and speed of this machine. flops_per_s: of large matrix products; bytes_per_s: of
+    reading the weights, once per token.
+    """
 
     free_bytes: float
     bytes_a_parameter: int
@@ -34,7 +36,7 @@ class MachineCapacity:
 @dataclass(frozen=True)
 class Offer:
     """A suggestion with its cost on this machine. first_token_s: for a prompt of 2,000 tokens that are not stored;
-    answer_s: until such a first answer of 60 tokens is complete. is_best: the one to take if in doubt.
+    answer_s: until such a first answer of 60 tokens is complete. is_best: recommended.
     """
 
     model: Suggestion
@@ -63,18 +65,18 @@ def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
     return [replace(each, is_best=n == best) for n, each in enumerate(chosen)]
 
 
-def offered(offer: Offer) -> str:
-    """A suggestion in one line, with its cost on this machine."""
+def short_text(offer: Offer) -> str:
+    """An offer in a few words: the model's name, download size and time to the first answer."""
     return (
         f"{offer.model.name} ({'recommended, ' if offer.is_best else ''}"
         f"{offer.model.download_bytes / GIGABYTE:.1f} GB, first answer after about {offer.answer_s:.0f} s)"
     )
 
 
-def first_time(home: Home) -> bool:
-    """Whether the user of this home has not yet been told of other models; records that now."""
+def record_first_suggestion(home: Home) -> bool:
+    """Record that larger models were suggested to the user of this home; False if that was done before."""
     try:
-        home.models_named.touch(mode=0o600, exist_ok=False)
+        home.models_suggested.touch(mode=0o600, exist_ok=False)
     except OSError:
         return False
     return True
@@ -88,7 +90,7 @@ def _offer(model: Suggestion, machine: MachineCapacity) -> Offer:
     return Offer(model, weights + OVERHEAD_BYTES, first_token_s, tokens_per_s, answer_s)
 
 
-def machine_of(workspace: "Workspace") -> MachineCapacity:
+def measure_machine(workspace: "Workspace") -> MachineCapacity:
     """Measure this machine, in a fifth of a second on two cores. Raises UsageError for the device.
 
     The prefill speed is that of the model in use, if it was profiled here.
@@ -99,11 +101,11 @@ def machine_of(workspace: "Workspace") -> MachineCapacity:
     device = pick_device(settings.device)
     dtype = pick_dtype(device, settings.dtype)
     rates = measure_rates(device, dtype)
-    found = MachineCapacity(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
+    capacity = MachineCapacity(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
     known = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
     profiled = settings.model in known and any(workspace.home.profiles.glob("*.json"))
     profile = workspace.engine.known_profile if profiled else None
     if profile is not None:
         seconds = profile.rows_ms(0, PROMPT_TOKENS) / 1e3
-        return replace(found, flops_per_s=2 * known[settings.model] * PROMPT_TOKENS / seconds)
-    return found
+        return replace(capacity, flops_per_s=2 * known[settings.model] * PROMPT_TOKENS / seconds)
+    return capacity

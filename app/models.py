@@ -50,20 +50,19 @@ SUGGESTIONS = (
     Suggestion("Qwen/Qwen3-4B-Instruct-2507", 4.02e9, 8.04e9, 262_144, "Apache-2.0", 147_456),
     Suggestion("Qwen/Qwen2.5-7B-Instruct", 7.62e9, 15.2e9, 32_768, "Apache-2.0", 57_344),
 )
-SUGGESTED = [one.name for one in SUGGESTIONS]
+SUGGESTED_NAMES = [one.name for one in SUGGESTIONS]
 # Never suggested: the hub gives them only to an account that has accepted the licence.
 GATED = {
     "google/gemma-3-1b-it": "Gemma licence",
     "meta-llama/Llama-3.2-1B-Instruct": "Llama licence",
     "meta-llama/Llama-3.2-3B-Instruct": "Llama licence",
 }
-OFFLINE_DEMO = (
-    "offline demo"  # what the bundled model is called, so that nobody judges RAGBlend by its answers
-)
+# The bundled model's name for users: nobody should judge RAGBlend by its answers.
+OFFLINE_DEMO = "offline demo"
 
 
-def models_here(models: Path, *folders: Path) -> list[LocalModel]:
-    """The bundled model, those in the hub's cache, and .gguf files and converted ones in these folders."""
+def local_models(models: Path, *folders: Path) -> list[LocalModel]:
+    """The bundled model, those in the hub's cache, .gguf files in all these folders, and converted ones in `models`."""
     bundled = []
     with suppress(ModelError):  # it may not be installed
         bundled.append(find_model(DEFAULT))
@@ -86,7 +85,7 @@ def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[LocalModel]:
 
 def full_name(name: str, here: Sequence[LocalModel]) -> str:
     """The full name for a name that may be only the last part of a known one."""
-    known = [*(one.name for one in here), *SUGGESTED]
+    known = [*(one.name for one in here), *SUGGESTED_NAMES]
     matching = {one for one in known if one.rpartition("/")[2] == name}
     return name if name in known or len(matching) != 1 else matching.pop()
 
@@ -95,14 +94,14 @@ def check_model(name: str, models: Path) -> None:
     """Raise SettingsError for a path that does not exist, naming the nearest known model. Hub ids are not looked up."""
     if name == DEFAULT or is_hub_id(name) or os.path.exists(os.path.expanduser(name)):
         return
-    known = list(dict.fromkeys([DEFAULT, *(one.name for one in models_here(models)), *SUGGESTED]))
+    known = list(dict.fromkeys([DEFAULT, *(one.name for one in local_models(models)), *SUGGESTED_NAMES]))
     raise SettingsError(
-        f"The model {name!r} is not there. Name a folder or .gguf file that exists, a hub id (owner/name), or one of "
+        f"There is no model {name!r}. Name a folder or .gguf file that exists, a hub id (owner/name), or one of "
         f"{', '.join(known)}{did_you_mean(name, known)}"
     )
 
 
-def must_be_fetched(model: str) -> bool:
+def needs_download(model: str) -> bool:
     """Whether a model is a hub id without a complete local copy."""
     return model != DEFAULT and is_hub_id(model) and local_copy(model) is None
 
@@ -112,18 +111,19 @@ class ModelDownload:
 
     def __init__(self, name: str) -> None:
         self.name, self.done, self.total = name, 0, 0
-        self._begun = time.monotonic()
-        self._stop, self._over = threading.Event(), threading.Event()
+        self._started = time.monotonic()
+        self._stop, self._ended = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="model download", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a time; returns whether it has ended. Raises its error: ModelNotFoundError, DownloadStoppedError.
+        """Wait for the end, at most this long; returns whether it has ended.
 
-        After `stop` this returns at once; the thread itself ends with its next bytes, or the network's time limit.
+        Raises the download's error: ModelNotFoundError or DownloadStoppedError. After `stop` this returns at once; the
+        thread itself ends with its next bytes, or the network's time limit.
         """
-        if not self._over.wait(seconds):
+        if not self._ended.wait(seconds):
             return False
         if self._error is not None:
             raise self._error
@@ -132,16 +132,16 @@ class ModelDownload:
     def stop(self) -> None:
         """Stop the download; the received part is kept for the next one."""
         self._stop.set()
-        if not self._over.is_set():
+        if not self._ended.is_set():
             self._error = DownloadStoppedError(
                 f"The download of {self.name} was stopped; what has arrived is kept for the next time."
             )
-            self._over.set()
+            self._ended.set()
 
     @property
     def seconds_left(self) -> float | None:
         """Estimated from the speed so far; None before there is one."""
-        passed = time.monotonic() - self._begun
+        passed = time.monotonic() - self._started
         return (self.total - self.done) * passed / self.done if self.done else None
 
     def _run(self) -> None:
@@ -153,4 +153,4 @@ class ModelDownload:
         except Exception as error:  # any error, because an incomplete model must not look complete
             self._error = self._error or error
         finally:
-            self._over.set()
+            self._ended.set()

@@ -27,7 +27,7 @@ def silent(*_: object, **__: object) -> None:
 class ProgressCounter:
     """Adds the progress of single documents to that of the run, and raises Cancelled when the work is cancelled.
 
-    name: the current file; is_cancelled() is asked between two passages or pages, and several times a second while a
+    name: the current file; is_cancelled() is called between two passages or pages, and several times a second while a
     parser works.
     """
 
@@ -47,30 +47,30 @@ class ProgressCounter:
             raise Cancelled("the file was cancelled; what is done of it is kept")
 
     def count(self, stage: Stage, more: int = 0, done: int = 0) -> None:
-        """Add to the total and to what is done of a stage, and show both."""
+        """Add `more` to the total of a stage and `done` to its finished part, and show both sums."""
         self._total[stage] += more
         self._done[stage] += done
         self.show(stage, self._done[stage], self._total[stage])
 
     def within(self, stage: Stage) -> Callable[[int, int], None]:
-        """The callback (done, total) for one document's share of a stage."""
+        """A callback (done, total) that adds one document's progress to what the stage has already done."""
         before = self._done[stage]
         return lambda done, _: self.show(stage, before + done, self._total[stage])
 
 
 class Pace:
-    """The speed of the last pieces of work (files, or tokens of a passage); pauses are not counted."""
+    """The speed of the last pieces of work (files, or passages by their tokens); pauses are not counted."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[float, float]] = deque(maxlen=PIECES_REMEMBERED)
 
     def add(self, seconds: float, amount: float = 1.0) -> None:
-        """Record one piece of work."""
+        """Record one piece of work. amount: 1 for a file, else its tokens."""
         self._done.append((seconds, amount))
 
     @property
     def per_second(self) -> float | None:
-        """None before the first piece."""
+        """The amount of work per second; None before the first piece."""
         seconds = sum(each for each, _ in self._done)
         return sum(amount for _, amount in self._done) / seconds if seconds > 0 else None
 

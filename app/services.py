@@ -1,4 +1,4 @@
-"""The services over one home, opened once in a process: what the page and the server use.   <- START HERE"""
+"""The services over one home, opened once in a process: what the page and the server use."""
 
 import logging
 import threading
@@ -52,7 +52,9 @@ class AppServices(Closing):
         self.watching.start()
 
     def remove_collection(self, name: str) -> tuple[list[RemovedDocument], int]:
-        """As `JobQueue.remove_collection`, after its folders are no longer watched: they would be ingested again."""
+        """Stop watching the collection's folders, which would be ingested again, then remove it as
+        `JobQueue.remove_collection` does.
+        """
         for folder in self.watching.folders():
             if folder.collection == name:
                 self.watching.remove(folder.id)
@@ -77,7 +79,7 @@ class ModelStartup:
         self.is_loading = False
 
     def begin(self, services: AppServices) -> threading.Thread:
-        """Load now, so that the first question is not delayed and a missing model is reported before it."""
+        """Start loading, so that the first question is not delayed and a missing model is reported before it."""
         self.is_loading = True
         thread = threading.Thread(target=self._load, args=(services,), name="ragblend-startup", daemon=True)
         thread.start()
@@ -88,11 +90,11 @@ class ModelStartup:
             engine = services.workspaces.first.engine
             engine.count_tokens("one word")  # fails if there is no such model
             services.conversations.warm_up()
-            engine.prefetch(())
+            engine.prefetch(())  # an empty prefetch loads the model
             self.problem = ""
         except RagBlendError as error:
             self.problem = (
-                f"{error} Until then questions cannot be answered; the library and the settings work."
+                f"{error} Until then no question can be answered; the library and the settings work."
             )
         except Exception as error:
             log.exception("loading the model failed")

@@ -28,9 +28,9 @@ NOT_SETTINGS = {"HOME", SALT_VARIABLE.removeprefix(PREFIX)}
 
 @dataclass(frozen=True)
 class AnswerStyle:
-    """A model's defaults for answers. longest: in tokens; note: shown to the user."""
+    """A model's defaults for answers. note: shown to the user."""
 
-    longest: int = 256
+    max_new_tokens: int = 256
     one_sentence: bool = False
     note: str = ""
 
@@ -59,23 +59,23 @@ class Settings:
     """The user's settings. `None` means that the engine decides (device, dtype) or has a default (system).
 
     chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused.
-    store_budget_bytes limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and
-    device_budget_bytes the copies in host memory and on an accelerator (None: with an accelerator a quarter and a tenth
-    of the free memory, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a store
-    that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes for new KV, at a small loss.
-    load `auto` computes stored passages that would take longer to load, `all` loads what is there.
-    fuse `auto` fuses models of kinds whose answers were measured, `all` every model that passes the self-test.
+    store_budget_bytes limits the KV on disk (None: a quarter of free space and stored KV together), memory_budget_bytes
+    and device_budget_bytes the copies in host memory and on an accelerator (None: with an accelerator a quarter and a
+    tenth of the free memory, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a
+    store that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes for new KV, at a small
+    loss. load `auto` computes stored passages that would take longer to load, `all` loads all that is stored.
+    fuse `auto` fuses kinds of models whose answers were measured, `all` every model that passes the self-test.
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
     folder of a cross-encoder that ranks the best of them (None or "": none).
-    ocr_language: what scans are in (`OCR_LANGUAGES`); `default`: Chinese, Japanese, and languages in Latin letters.
+    ocr_language: of scanned pages (`OCR_LANGUAGES`); `default`: Chinese, Japanese, and languages in Latin letters.
     embedder: `default` (bundled), the hub id or the folder of a model of sentence-transformers (None: each collection
     keeps its own, a new one has the bundled one).
-    ratio may be `auto`: what loading hides on this device, 0.25 at least.
+    ratio may be `auto`: as much as this device recomputes while it loads the stored KV, at least 0.25.
     repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves without one.
-    max_new_tokens None: the model's own (`ANSWER_STYLES`, else 256).
+    max_new_tokens None: the model's default (`ANSWER_STYLES`, else 256).
     keep_tokens: how many passage tokens each head keeps after the first token, for long answers in little memory
     (None: all).
-    skip: patterns of names that are left out when a folder is ingested or watched, with commas between them.
+    skip: patterns of file names to leave out when a folder is ingested or watched, separated by commas.
     vllm: the address of a vLLM server that has the model (None: it is loaded here).
     """
 
@@ -125,7 +125,7 @@ class Settings:
         arguments["max_new_tokens"] = self.answer_tokens
         if self.keep_tokens is not None:
             arguments["keep_tokens"] = self.keep_tokens
-        if self.style.one_sentence and self.answer_tokens <= self.style.longest:
+        if self.style.one_sentence and self.answer_tokens <= self.style.max_new_tokens:
             arguments["one_sentence"] = True
         return arguments
 
@@ -136,8 +136,8 @@ class Settings:
 
     @property
     def answer_tokens(self) -> int:
-        """The longest answer in tokens: the setting, else the model's own."""
-        return self.style.longest if self.max_new_tokens is None else self.max_new_tokens
+        """The longest answer in tokens: the setting, else the model's default."""
+        return self.style.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
 
     @classmethod
     def read(
@@ -156,10 +156,10 @@ class Settings:
     def changed(self, overrides: Mapping[str, Any]) -> "Settings":
         """A copy with these values replaced (None = leave it). Raises SettingsError."""
         given = {key: value for key, value in overrides.items() if value is not None}
-        return replace(self, **_checked(given, "what was asked for"))
+        return replace(self, **_checked(given, "the given values"))
 
 
-# Settings that a process has once, for all the commands that it runs.
+# Settings that are the same for all commands that a process runs.
 PROCESS_SETTINGS = (
     "model", "device", "dtype", "store_policy", "kv_codec", "remote", "load", "fuse",
     "store_budget_bytes", "memory_budget_bytes", "device_budget_bytes",
@@ -256,7 +256,10 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _checked(values: Mapping[str, Any], source: str, are_texts: bool = False) -> dict[str, Any]:
-    """The values, each of its setting's type. are_texts: as in an environment. Raises SettingsError."""
+    """The values, converted to their settings' types. are_texts: all are strings, as in an environment.
+
+    Raises SettingsError, also for an unknown key.
+    """
     for key in (each for each in values if each not in TYPES):
         nearest = get_close_matches(key, TYPES, n=1, cutoff=0.0)[0]
         raise SettingsError(
@@ -331,8 +334,8 @@ def cost_of(
     same_machine = not {"model", "device", "dtype"} & set(changed)
     seconds = None
     if encodes and profile is not None and same_machine:
-        cut_again = passages * before.chunk_tokens / after.chunk_tokens
-        seconds = cut_again * profile.ms(0, after.chunk_tokens) / 1e3
+        new_passages = passages * before.chunk_tokens / after.chunk_tokens
+        seconds = new_passages * profile.ms(0, after.chunk_tokens) / 1e3
     embeds = "embedder" in changed and not cuts
     counts = (documents, passages) if encodes or embeds else (0, 0)
     return Cost(changed, cuts, encodes, *counts, seconds, embeds)

@@ -18,7 +18,7 @@ MAX_CHOICES = 10  # per model
 
 @dataclass(frozen=True)
 class TunedMethod:
-    """A chosen method and its ratio (None: it takes none), the time, and the measurements behind the choice."""
+    """A chosen method and its ratio (None: the method takes none), the time, and the measurements behind the choice."""
 
     method: str
     ratio: float | None

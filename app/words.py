@@ -2,12 +2,12 @@
 
 
 def plural(count: int, noun: str) -> str:
-    """1 passage, 2 passages."""
+    """A count with its noun: "1 passage", "2 passages"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1.5 MiB."""
+    """A number of bytes in a readable unit: "1.5 MiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

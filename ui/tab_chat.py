@@ -14,7 +14,7 @@ from ragblend.app.answering.citations import cite
 from ragblend.app.answering.conversation import AskOptions
 from ragblend.app.answering.highlight import cited_place, locate_source
 from ragblend.app.library.documents import DocumentState
-from ragblend.app.model_offers import Offer, machine_of, offers
+from ragblend.app.model_offers import Offer, measure_machine, offers
 from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
@@ -372,7 +372,7 @@ class ChatTab:
         if settings.model != DEFAULT or settings.vllm:
             return []
         try:
-            return offers(machine_of(self._services.workspaces.first))
+            return offers(measure_machine(self._services.workspaces.first))
         except RagBlendError:  # such as a missing device, which the banner reports
             return []
 

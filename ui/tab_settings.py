@@ -6,8 +6,8 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app.answering.rerank import find_reranker
-from ragblend.app.model_offers import MachineCapacity, machine_of, offers
-from ragblend.app.models import ModelDownload, check_model, models_here, must_be_fetched
+from ragblend.app.model_offers import MachineCapacity, measure_machine, offers
+from ragblend.app.models import ModelDownload, check_model, local_models, needs_download
 from ragblend.app.settings import OCR_LANGUAGES, Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.integrations.embeddings import find_embedder
@@ -167,9 +167,9 @@ class SettingsTab:
     def _choices(self, settings: Settings) -> list[tuple[str, str]]:
         """The models on this machine, the one in use, and some of the hub that would fit."""
         workspaces = self._services.workspaces
-        here = models_here(workspaces.home.models)
+        here = local_models(workspaces.home.models)
         try:
-            self._machine = self._machine or machine_of(workspaces.of(settings.collection))
+            self._machine = self._machine or measure_machine(workspaces.of(settings.collection))
             fitting = offers(self._machine)
         except RagBlendError:  # such as a missing device, which is reported where it is used
             fitting = []
@@ -226,11 +226,11 @@ class SettingsTab:
             before = workspaces.settings.model
             if model != before:
                 check_model(model, workspaces.home.models)
-                if must_be_fetched(model):
+                if needs_download(model):
                     yield from self._download_model(model)
             for name, find in (("embedder", find_embedder), ("reranker", find_reranker)):
                 if (wanted := changes[name]) and wanted != getattr(workspaces.settings, name):
-                    if must_be_fetched(wanted):
+                    if needs_download(wanted):
                         yield from self._download_model(wanted)
                     find(wanted)
             if device := changes.get("device"):

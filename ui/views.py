@@ -24,7 +24,7 @@ from ragblend.app.answering.breakdown import KINDS, counts_of, has_breakdown
 from ragblend.app.answering.chats import INTERRUPTED
 from ragblend.app.answering.citations import CitedAnswer
 from ragblend.app.answering.timeline import NESTED, PART_COLOURS
-from ragblend.app.model_offers import Offer, offered
+from ragblend.app.model_offers import Offer, short_text
 from ragblend.app.models import LocalModel
 from ragblend.app.words import plural, size
 from ragblend.engine.trace import Trace, TraceEvent
@@ -130,7 +130,7 @@ def _environment() -> Environment:
         "has_breakdown": has_breakdown,
         "label": label,
         "markdown": markdown,
-        "offered": offered,
+        "offer_text": short_text,
         "plural": plural,
         "hit_rate_curve": hit_rate_curve,
         "speedup": speedup,
@@ -209,7 +209,7 @@ def model_choices(
 ) -> list[tuple[str, str]]:
     """The entries of the model picker: a label with size and speed, and the model's name."""
     local = {one.name: f"{one.name} ({one.kind}, {size(one.bytes)}, here)" for one in here}
-    downloads = {offer.model.name: f"{offered(offer)}, to download" for offer in fitting}
+    downloads = {offer.model.name: f"{short_text(offer)}, to download" for offer in fitting}
     labels = {current: current} | downloads | local
     return [(label, name) for name, label in labels.items()]
 

@@ -47,7 +47,7 @@ def ask(
 ) -> None:
     """Answer a question from the ingested documents; the answer is printed as it is generated."""
     from ragblend.app.answering.timeline import check_timeline
-    from ragblend.app.cli.models import name_better_ones
+    from ragblend.app.cli.models import note_larger_models
 
     if trace is not None:
         check_timeline(trace)
@@ -63,7 +63,7 @@ def ask(
         if trace is not None:  # first: with --json an error is the one object that is printed
             _write_trace(cli, answer, trace)
         cli.result(answer.to_json(), sources_text(answer.sources))
-        name_better_ones(cli, workspace)
+        note_larger_models(cli, workspace)
         _finish_background(cli, conversations, answer)
 
 

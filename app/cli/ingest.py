@@ -8,7 +8,7 @@ import typer
 
 from ragblend.app.cli.bars import encoding_bar, progress_bars
 from ragblend.app.cli.common import Cli, absolute_folder
-from ragblend.app.cli.models import name_better_ones
+from ragblend.app.cli.models import note_larger_models
 from ragblend.app.library.documents import on_one_line
 from ragblend.app.words import plural
 
@@ -50,7 +50,7 @@ def ingest(
         if report.added or report.updated or report.resumed:
             count = workspace.library.count_passages(workspace.settings.collection)
             cli.note(f'Askable now: {plural(count, "passage")}. `ragblend ask "..."` answers from here on.')
-            name_better_ones(cli, workspace)
+            note_larger_models(cli, workspace)
         if not report.interrupted:
             with progress_bars(cli.terminal) as show:
                 report.interrupted = not (

@@ -18,12 +18,12 @@ from ragblend.app.model_offers import (
     GIGABYTE,
     PROMPT_TOKENS,
     Offer,
-    first_time,
-    machine_of,
-    offered,
+    measure_machine,
     offers,
+    record_first_suggestion,
+    short_text,
 )
-from ragblend.app.models import GATED, check_model, full_name, models_here, must_be_fetched
+from ragblend.app.models import GATED, check_model, full_name, local_models, needs_download
 from ragblend.app.words import plural, size
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.hub import download, is_hub_id
@@ -70,7 +70,7 @@ def list_models(
 ) -> None:
     """List the models on this disk: the offline demo, the hub's cache, .gguf files, and converted ones."""
     with cli.open() as workspace:
-        current, here = workspace.settings.model, models_here(workspace.home.models, *(folder or ()))
+        current, here = workspace.settings.model, local_models(workspace.home.models, *(folder or ()))
     rows = [{**asdict(one), "current": one.name == current} for one in here]
     lines = [
         f"{'*' if row['current'] else ' '} {row['kind']:<13}{size(row['bytes']):>10}  {row['name']}"
@@ -88,7 +88,7 @@ def list_models(
 def suggest(cli: Cli) -> None:
     """Suggest models of the hub that fit this machine's memory and are fast enough on it; works offline."""
     with cli.open() as workspace:
-        found = offers(machine_of(workspace))
+        found = offers(measure_machine(workspace))
     lines = [offer_line(offer) for offer in found] or ["No known model fits the free memory of this machine."]
     gated = "; ".join(f"{name} ({licence})" for name, licence in GATED.items())
     lines += [HOW_TO_USE, f"After `hf auth login`, and accepting the licence at the hub, also: {gated}."]
@@ -109,11 +109,11 @@ def use(
     with cli.open() as workspace:
         before, home = workspace.settings.model, workspace.home
         documents = workspace.workspaces.count_documents()
-    chosen = full_name(name, models_here(home.models))
+    chosen = full_name(name, local_models(home.models))
     check_model(chosen, home.models)
     if chosen != DEFAULT and not is_hub_id(chosen):
         chosen = str(absolute(chosen))  # the setting must hold in every folder
-    if must_be_fetched(chosen):
+    if needs_download(chosen):
         _download(chosen)  # if it fails the old model stays in use
     find_model(chosen)
     save_settings(home.settings, {"model": None if chosen == DEFAULT else chosen})
@@ -130,14 +130,14 @@ def use(
     cli.result({"model": chosen, "before": before}, "\n".join(lines))
 
 
-def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
+def note_larger_models(cli: Cli, workspace: "Workspace") -> None:
     """Once per home, tell which larger models would run on this machine."""
     settings = workspace.settings
-    if cli.json or settings.model != DEFAULT or settings.vllm or not first_time(workspace.home):
+    if cli.json or settings.model != DEFAULT or settings.vllm or not record_first_suggestion(workspace.home):
         return
-    found = offers(machine_of(workspace))
+    found = offers(measure_machine(workspace))
     if found:
-        cli.note(f"Larger models of the hub that fit this machine: {'; '.join(map(offered, found))}.")
+        cli.note(f"Larger models of the hub that fit this machine: {'; '.join(map(short_text, found))}.")
         cli.note(HOW_TO_USE)
 
 

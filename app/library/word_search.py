@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import nlargest
 
-from ragblend.app.database import WORD, split_words, words_of
+from ragblend.app.database import WORD, indexed_words, split_words
 from ragblend.app.library.registry import Library
 from ragblend.app.library.stop_words import COMMON_WORDS, stop_words_in
 from ragblend.kvstore.errors import LibraryError
@@ -118,7 +118,7 @@ def _scores(
     # A part of a code is another code's, too.
     of_codes = {word for part in exact_parts(question) for word in split_words(part)}
     of_no_subject = COMMON_WORDS | ASKING | stop_words_in(question)
-    ways = zip(split_words(question), *(words_of(each, question) for each in collections), strict=True)
+    ways = zip(split_words(question), *(indexed_words(each, question) for each in collections), strict=True)
     for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
         if plain in of_no_subject:
             continue
@@ -168,7 +168,7 @@ def _with_exact_parts(library: Library, collections: Sequence[str], question: st
         number
         for collection in collections
         for part in exact_parts(question)[:MOST_WORDS]
-        for number in library.column(query, f'"{" ".join(words_of(collection, part))}"', count)
+        for number in library.column(query, f'"{" ".join(indexed_words(collection, part))}"', count)
     }
 
 
