@@ -2,8 +2,8 @@
 
 That process listens at a Unix socket in the home. The folder's mode decides who may connect, and the kernel identifies
 the other end, so there is no port that another program could take, and no token. Without Unix sockets (on Windows) it
-listens at a port, and both ends prove that they know the token in the home. The command's arguments are sent as JSON in
-lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
+listens at a port, and both ends prove that they know the token in the home. The command's arguments are sent as lines
+of JSON; `serve/commands.py` runs it there. No model, index or web client is imported here.
 """
 
 import io
@@ -27,16 +27,17 @@ from ragblend.kvstore.files import Closing
 from ragblend.kvstore.lock import read_holder
 from ragblend.kvstore.places import SECRETS
 
-NAME = "commands.sock"
-LOCK = "ui-page.lock"  # of the home's owner, page or server; a second one would ingest the first one's files again
+SOCKET_NAME = "commands.sock"
+# Held by the page or server that has the home open: a second one would ingest the files of the first one again.
+OWNER_LOCK = "ui-page.lock"
 MOST_BYTES = 16 << 20  # of one line
 GREETING_S = 10.0
-LEAVING_S = 10.0  # after Ctrl-C, until this process exits; the other one ends the command anyway
-SHOWN = ("TERM", "NO_COLOR", "COLORTERM")  # variables that decide how progress is drawn
-AGAIN = "End it, and start it again."
+INTERRUPTED_S = 10.0  # after Ctrl-C, until this process exits; the other one ends the command anyway
+DISPLAY_VARIABLES = ("TERM", "NO_COLOR", "COLORTERM")  # they decide how progress is drawn
+RESTART = "End it, and start it again."
 
 
-class Line(Closing):
+class JsonChannel(Closing):
     """JSON objects over a connected socket, one per line. Safe for several senders and one receiver."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,16 +45,16 @@ class Line(Closing):
         self._sending = threading.RLock()
 
     def send(self, **value: Any) -> None:
-        """Paths are sent as absolute ones, because the other process is in another folder. Raises OSError."""
+        """Send an object, with absolute paths, because the other process is in another folder. Raises OSError."""
         with self._sending:
             text = json.dumps(value, default=lambda path: {"path": str(absolute(path))})
             try:
                 self._socket.sendall(text.encode("ascii") + b"\n")
-            except BrokenPipeError as error:  # which means to callers that nobody reads the standard output
+            except BrokenPipeError as error:  # callers would conclude that nobody reads the standard output
                 raise ConnectionResetError(*error.args) from None
 
     def receive(self) -> dict[str, Any] | None:
-        """The next object; None at the end, and for anything else. Raises OSError."""
+        """The next object; None at the end, and for anything that is no object. Raises OSError."""
         text = self._lines.readline(MOST_BYTES)
         try:
             found = json.loads(text, object_hook=_with_paths) if text.endswith(b"\n") else None
@@ -61,7 +62,7 @@ class Line(Closing):
             return None
         return found if isinstance(found, dict) else None
 
-    def wait(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None) -> None:
         """Set the timeout of sending and receiving."""
         self._socket.settimeout(seconds)
 
@@ -80,44 +81,44 @@ def _with_paths(value: dict[str, Any]) -> Any:
     return Path(value["path"]) if value.keys() == {"path"} else value
 
 
-def connected(root: Path) -> Line | None:
-    """A line to the process of this user that has the home open; None if there is none. Raises LibraryError."""
+def connect(root: Path) -> JsonChannel | None:
+    """Connect to the process of this user that has the home open; None if there is none. Raises LibraryError."""
     try:
-        return Line(connect_in(root, NAME, GREETING_S))
+        return JsonChannel(connect_in(root, SOCKET_NAME, GREETING_S))
     except TimeoutError:
-        raise _silent(root) from None
+        raise _no_answer(root) from None
     except OSError:  # no socket, or one of a killed process or of another user
         return None
 
 
-def _silent(root: Path) -> LibraryError:
-    pid = (read_holder(root / LOCK) or {}).get("pid", "unknown")
+def _no_answer(root: Path) -> LibraryError:
+    pid = (read_holder(root / OWNER_LOCK) or {}).get("pid", "unknown")
     return LibraryError(
-        f"Process {pid}, which has the home {root} open, does not answer. Look at its terminal; {AGAIN.lower()}"
+        f"Process {pid}, which has the home {root} open, does not answer. Look at its terminal; {RESTART.lower()}"
     )
 
 
-def run(line: Line, root: Path, command: str, arguments: Mapping[str, Any], out: TextIO) -> int:
+def run(channel: JsonChannel, root: Path, command: str, arguments: Mapping[str, Any], out: TextIO) -> int:
     """Run a command in the other process and print its output; returns its exit code, and raises its errors.
 
     KeyboardInterrupt if it does not end after Ctrl-C, and at once after a second Ctrl-C.
     """
-    pid = _greeted(line, root)
-    shown = {name: os.environ[name] for name in SHOWN if name in os.environ}
+    pid = _check_greeting(channel, root)
+    shown = {name: os.environ[name] for name in DISPLAY_VARIABLES if name in os.environ}
     with suppress(OSError):
         shown["COLUMNS"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     named = {name for name in os.environ if name.startswith("RAGBLEND_")} - {*SECRETS}
     environment = {name: os.environ[name] for name in named}
     try:
-        line.send(
+        channel.send(
             command=command, arguments=arguments, folder=os.getcwd(), environment=environment, shown=shown,
             is_terminal=sys.stderr.isatty(),
         )  # fmt: skip
-        line.wait(None)
-        with _forwarded_interrupts(line):
-            return _followed(line, out)
+        channel.set_timeout(None)
+        with _forwarded_interrupts(channel):
+            return _print_output(channel, out)
     except TimeoutError:
-        raise _silent(root) from None
+        raise _no_answer(root) from None
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -127,28 +128,31 @@ def run(line: Line, root: Path, command: str, arguments: Mapping[str, Any], out:
         ) from None
 
 
-def _greeted(line: Line, root: Path) -> int:
-    """The other process's id. Raises LibraryError if it is not this version of RAGBlend."""
+def _check_greeting(channel: JsonChannel, root: Path) -> int:
+    """Read the greeting; returns the other process's id. Raises LibraryError if it is not this version of RAGBlend."""
     found: dict[str, Any] = {}
     try:
-        found = line.receive() or found
+        found = channel.receive() or found
     except TimeoutError:
-        raise _silent(root) from None
+        raise _no_answer(root) from None
     except OSError:
         pass
     version, pid = found.get("ragblend"), found.get("pid")
     if version is None or not isinstance(pid, int):
-        raise LibraryError(f"What answers at {root / NAME} is not RAGBlend. Remove that file.")
+        raise LibraryError(
+            f"The program that answers at {root / SOCKET_NAME} is not RAGBlend. Remove that file."
+        )
     if version != __version__:
         raise LibraryError(
-            f"Process {pid} has the home {root} open: it is RAGBlend {version}, and this is {__version__}. {AGAIN}"
+            f"Process {pid} has the home {root} open: it is RAGBlend {version}, and this is {__version__}. {RESTART}"
         )
     return pid
 
 
-def _followed(line: Line, out: TextIO) -> int:
-    lines = _InputLines(line)
-    while (found := line.receive()) is not None:
+def _print_output(channel: JsonChannel, out: TextIO) -> int:
+    """Print what the command prints, and send it the input that it asks for, until it ends with an exit code."""
+    stdin = _InputLines(channel)
+    while (found := channel.receive()) is not None:
         if "out" in found:
             out.write(found["out"])
             out.flush()
@@ -157,12 +161,12 @@ def _followed(line: Line, out: TextIO) -> int:
                 sys.stderr.write(found["err"])
                 sys.stderr.flush()
         elif "read" in found:
-            lines.send_next()
+            stdin.send_next()
         elif "failed" in found:
             kind, message = found["failed"]
-            named = getattr(errors, kind, LibraryError)
-            assert issubclass(named, RagBlendError)
-            raise named(message)
+            error_class = getattr(errors, kind, LibraryError)
+            assert issubclass(error_class, RagBlendError)
+            raise error_class(message)
         else:
             return int(found["end"])
     raise ConnectionResetError("the connection was closed")
@@ -171,15 +175,15 @@ def _followed(line: Line, out: TextIO) -> int:
 class _InputLines:
     """Sends standard input line by line, each when it is asked for, in a thread that does not delay the exit."""
 
-    def __init__(self, line: Line) -> None:
-        self._line, self._is_reading = line, False
+    def __init__(self, channel: JsonChannel) -> None:
+        self._channel, self._is_reading = channel, False
         self._lines: Any = io.BytesIO()
         with suppress(AttributeError, OSError, ValueError):
             # Not `sys.stdin` itself: the interpreter would wait for its lock at exit.
             self._lines = os.fdopen(sys.stdin.fileno(), "rb", closefd=False)
 
     def send_next(self) -> None:
-        if not self._is_reading:  # else the next line is the answer
+        if not self._is_reading:  # else the line that is being read will be sent for this request
             self._is_reading = True
             threading.Thread(target=self._send, daemon=True).start()
 
@@ -189,29 +193,31 @@ class _InputLines:
             text = self._lines.readline()
         self._is_reading = False
         with suppress(OSError):
-            self._line.send(said=text.decode("utf-8", "surrogateescape"))
+            self._channel.send(said=text.decode("utf-8", "surrogateescape"))
 
 
 @contextmanager
-def _forwarded_interrupts(line: Line) -> Iterator[None]:
-    """Forward Ctrl-C, and give the command LEAVING_S to end; after that, or a second Ctrl-C, raise KeyboardInterrupt.
+def _forwarded_interrupts(channel: JsonChannel) -> Iterator[None]:
+    """Forward Ctrl-C; if the command does not end within INTERRUPTED_S, or after a second Ctrl-C, raise
+    KeyboardInterrupt.
 
-    The socket has no timeout: if one is set while it is read from, Python reads on for ever, deaf to signals.
+    The time limit is a timer that ends the connection: if a socket timeout is set during a read, Python reads on for
+    ever and ignores signals.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored in a background process
         yield
         return
-    is_interrupted, giving_up = False, threading.Timer(LEAVING_S, line.cut)
-    giving_up.daemon = True
+    is_interrupted, timeout = False, threading.Timer(INTERRUPTED_S, channel.cut)
+    timeout.daemon = True
 
     def forward(*_: Any) -> None:
         nonlocal is_interrupted
         if is_interrupted:
             raise KeyboardInterrupt
         is_interrupted = True
-        giving_up.start()
+        timeout.start()
         with suppress(OSError):
-            line.send(interrupt=True)
+            channel.send(interrupt=True)
 
     try:
         with on_signal(signal.SIGINT, forward):
@@ -221,4 +227,4 @@ def _forwarded_interrupts(line: Line) -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
-        giving_up.cancel()
+        timeout.cancel()

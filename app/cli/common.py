@@ -293,13 +293,13 @@ def typer_callback(function: Command, forwarded: bool = False) -> Callable[..., 
         aside = contextlib.redirect_stdout(sys.stderr) if cli.json else contextlib.nullcontext()
         try:
             root = Home.resolve(cli.home).root
-            line = remote.connected(root) if forwarded else None
-            if line is None:
+            channel = remote.connect(root) if forwarded else None
+            if channel is None:
                 with aside:
                     code = function(**given, **values) or 0
             else:
-                with line:
-                    code = remote.run(line, root, name, told | values, cli.out)
+                with channel:
+                    code = remote.run(channel, root, name, told | values, cli.out)
         except KeyboardInterrupt:
             raise Cancelled("Interrupted.") from None
         if code:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ragblend import __version__
 from ragblend.app.cli.common import CommandHost, Terminal, run_forwarded
-from ragblend.app.remote import MOST_BYTES, NAME, Line
+from ragblend.app.remote import MOST_BYTES, SOCKET_NAME, JsonChannel
 from ragblend.app.services import AppServices
 from ragblend.app.system import is_same_user, limit_sending, listen_in
 from ragblend.kvstore.errors import RagBlendError
@@ -41,7 +41,7 @@ class CommandListener(Closing):
         self._services, self._root = services, services.workspaces.home.root
         self._closing = threading.Event()
         self._running: dict[RemoteTerminal, threading.Thread] = {}
-        self._socket = listen_in(self._root, NAME)
+        self._socket = listen_in(self._root, SOCKET_NAME)
         self._thread = threading.Thread(target=self._accept, name="ragblend-commands", daemon=True)
         self._thread.start()
 
@@ -49,7 +49,7 @@ class CommandListener(Closing):
         """Remove the socket, interrupt the running commands and wait for them."""
         self._closing.set()
         with suppress(OSError):
-            (self._root / NAME).unlink()
+            (self._root / SOCKET_NAME).unlink()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -71,26 +71,26 @@ class CommandListener(Closing):
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
-            if not is_same_user(connection, self._root / NAME):
+            if not is_same_user(connection, self._root / SOCKET_NAME):
                 return
             limit_sending(connection, SEND_TIMEOUT_S)
-            self._serve_line(Line(connection))
+            self._serve_command(JsonChannel(connection))
 
-    def _serve_line(self, line: Line) -> None:
-        with line, suppress(OSError):
-            line.send(ragblend=__version__, pid=os.getpid())
-            line.wait(REQUEST_TIMEOUT_S)
-            request = line.receive()
+    def _serve_command(self, channel: JsonChannel) -> None:
+        with channel, suppress(OSError):
+            channel.send(ragblend=__version__, pid=os.getpid())
+            channel.set_timeout(REQUEST_TIMEOUT_S)
+            request = channel.receive()
             if request is None or request.keys() != REQUEST_FIELDS:
                 return
-            line.wait(None)
-            terminal = RemoteTerminal(line, request)
+            channel.set_timeout(None)
+            terminal = RemoteTerminal(channel, request)
             self._running[terminal] = threading.current_thread()
             if self._closing.is_set():  # `close` may have looked before this one was there
                 terminal.shut_down()
             threading.Thread(target=terminal.listen, daemon=True).start()
             try:
-                line.send(**self._run(request, terminal))
+                channel.send(**self._run(request, terminal))
             finally:
                 del self._running[terminal]
 
@@ -120,8 +120,8 @@ class CommandListener(Closing):
 class RemoteTerminal(Terminal):
     """The terminal of a forwarded command. After an interrupt or a lost connection the command's next output raises."""
 
-    def __init__(self, line: Line, request: dict[str, Any]) -> None:
-        self._line, self._thread = line, threading.get_ident()
+    def __init__(self, channel: JsonChannel, request: dict[str, Any]) -> None:
+        self._channel, self._thread = channel, threading.get_ident()
         self._changed = threading.Condition()
         self._input: list[str] = []
         self._stops: list[Callable[[], None]] = []
@@ -136,7 +136,7 @@ class RemoteTerminal(Terminal):
     def listen(self) -> None:
         """Receive input and interrupts until the connection ends."""
         try:
-            while (found := self._line.receive()) is not None:
+            while (found := self._channel.receive()) is not None:
                 with self._changed:
                     if "said" in found:
                         self._input.append(found["said"])
@@ -171,7 +171,7 @@ class RemoteTerminal(Terminal):
 
     def read_line(self) -> str:
         with suppress(OSError):
-            self._line.send(read=True)
+            self._channel.send(read=True)
         with self._changed:
             self._changed.wait_for(lambda: self._input or self._is_interrupted)
             if self._input:
@@ -195,9 +195,9 @@ class RemoteTerminal(Terminal):
         if threading.get_ident() == self._thread:  # not the thread that draws progress
             self.check()
         try:
-            self._line.send(**{kind: text})
+            self._channel.send(**{kind: text})
         except OSError:  # `listen` then ends as well
-            self._line.cut()
+            self._channel.cut()
 
 
 class _RemoteStream(io.TextIOBase):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ragblend.app.remote import LOCK
+from ragblend.app.remote import OWNER_LOCK
 from ragblend.app.serve.commands import CommandListener
 from ragblend.app.serve.connections import BACKLOG, ConnectionLimits, GuardedProtocol
 from ragblend.app.serve.front import MIB, Address, Rules
@@ -170,9 +170,9 @@ def owning(services: AppServices, command: str) -> Iterator[None]:
     root = services.workspaces.home.root
     with ExitStack() as held:
         try:
-            held.enter_context(writer_lock(root / LOCK, command))
+            held.enter_context(writer_lock(root / OWNER_LOCK, command))
         except StoreLockedError:
-            holder = read_holder(root / LOCK) or {}
+            holder = read_holder(root / OWNER_LOCK) or {}
             raise StoreLockedError(
                 f"`{holder.get('command')}` (process {holder.get('pid')}) has the home {root} open, and only one "
                 "process at a time can: end that one (Ctrl-C in its terminal), or use `ragblend ask` and `chat`, "

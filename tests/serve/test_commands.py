@@ -18,7 +18,7 @@ from ragblend import __version__
 from ragblend.app import remote
 from ragblend.app.cli.common import FORWARDED, Cli
 from ragblend.app.cli.main import main
-from ragblend.app.remote import NAME, Line, connected
+from ragblend.app.remote import SOCKET_NAME, JsonChannel, connect
 from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
 from ragblend.app.system import listen_in
@@ -176,11 +176,11 @@ def test_a_removed_collection_is_no_longer_watched(home, told, tmp_path) -> None
         services.watching.remove(kept.id)
 
 
-def as_process(home, *arguments, leaving_s=remote.LEAVING_S, **more):
+def as_process(home, *arguments, leaving_s=remote.INTERRUPTED_S, **more):
     """A command as somebody types it."""
     code = (
         "import sys; from ragblend.app import remote; from ragblend.app.cli import main; "
-        f"remote.LEAVING_S = {leaving_s}; sys.exit(main.main(sys.argv[1:]))"
+        f"remote.INTERRUPTED_S = {leaving_s}; sys.exit(main.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, *arguments, "--home", str(home)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -234,7 +234,7 @@ def request(**more):
 @contextmanager
 def stranger(folder, greeting=b"", answer=lambda connection: None):
     """Something that listens where a server would. Gives what it was sent before it answers."""
-    got, path, listener = [], folder / NAME, listen_in(folder, NAME)
+    got, path, listener = [], folder / SOCKET_NAME, listen_in(folder, SOCKET_NAME)
 
     def serve():
         while True:
@@ -259,10 +259,10 @@ def stranger(folder, greeting=b"", answer=lambda connection: None):
 
 
 def is_found(folder):
-    line = connected(folder)
-    if line is not None:
-        line.close()
-    return line is not None
+    channel = connect(folder)
+    if channel is not None:
+        channel.close()
+    return channel is not None
 
 
 @pytest.fixture
@@ -285,19 +285,19 @@ def test_sockets_that_others_could_replace_are_not_used(folder, tmp_path, what) 
         other = tmp_path / "other"
         other.mkdir(mode=0o700)
         if what == "file":
-            (other / NAME).touch(0o600)
+            (other / SOCKET_NAME).touch(0o600)
         elif what == "link":
-            (other / NAME).symlink_to(folder / NAME)
+            (other / SOCKET_NAME).symlink_to(folder / SOCKET_NAME)
         elif what == "loose socket":
-            (folder / NAME).chmod(0o666)
+            (folder / SOCKET_NAME).chmod(0o666)
             other = folder
         elif what == "loose home":
             folder.chmod(0o770)
             other = folder
         elif what == "left by a kill":
             left = socket.socket(socket.AF_UNIX)
-            left.bind(str(other / NAME))
-            (other / NAME).chmod(0o600)
+            left.bind(str(other / SOCKET_NAME))
+            (other / SOCKET_NAME).chmod(0o600)
             left.close()
         assert not is_found(other)
     assert b"".join(got) == b""
@@ -307,7 +307,7 @@ def test_sockets_that_others_could_replace_are_not_used(folder, tmp_path, what) 
 def test_another_users_socket_gets_nothing(folder) -> None:
     """A socket that another user owns, or has put into a folder that was open to others."""
     with stranger(folder, GREETING):
-        os.chown(folder / NAME, 65534, -1)
+        os.chown(folder / SOCKET_NAME, 65534, -1)
         assert not is_found(folder)
     for above in folder.parents:
         above.chmod(above.stat().st_mode | 0o011)
@@ -318,7 +318,7 @@ def test_another_users_socket_gets_nothing(folder) -> None:
         os.setuid(65534)
         os.chdir(folder)
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(NAME)
+        listener.bind(SOCKET_NAME)
         listener.listen()
         os.write(done, b"x")
         connection, _ = listener.accept()
@@ -327,8 +327,8 @@ def test_another_users_socket_gets_nothing(folder) -> None:
             os._exit(len(connection.recv(100)))
         os._exit(0)
     assert os.read(ready, 1) == b"x"
-    os.chown(folder / NAME, 0, -1)  # as if it were ours: only the kernel knows better
-    (folder / NAME).chmod(0o600)
+    os.chown(folder / SOCKET_NAME, 0, -1)  # as if it were ours: only the kernel knows better
+    (folder / SOCKET_NAME).chmod(0o600)
     folder.chmod(0o700)
     assert not is_found(folder)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -364,8 +364,8 @@ def test_a_host_that_ends_before_the_command_is_sent_is_reported(folder) -> None
     ours, theirs = socket.socketpair()
     theirs.sendall(GREETING)
     theirs.close()
-    with Line(ours) as line, pytest.raises(LibraryError, match="ended while it worked on this"):
-        remote.run(line, folder, "ask", {}, sys.stdout)
+    with JsonChannel(ours) as channel, pytest.raises(LibraryError, match="ended while it worked on this"):
+        remote.run(channel, folder, "ask", {}, sys.stdout)
 
 
 @pytest.mark.parametrize(("presses", "leaving_s"), [(1, 0.1), (2, 1e6)])
@@ -401,12 +401,12 @@ def test_malformed_requests_do_no_harm(home, told) -> None:
             json.dumps(request(arguments={"cli": {"host": 1}})).encode() + b"\n",
             json.dumps({"command": "ask"}).encode() + b"\n",
         ):  # fmt: skip
-            line = connected(home)
-            assert line is not None and line.receive()["ragblend"] == __version__
-            with line:
-                line._socket.sendall(bad)
-                line._socket.shutdown(socket.SHUT_WR)
-                assert "end" not in (line.receive() or {})
+            channel = connect(home)
+            assert channel is not None and channel.receive()["ragblend"] == __version__
+            with channel:
+                channel._socket.sendall(bad)
+                channel._socket.shutdown(socket.SHUT_WR)
+                assert "end" not in (channel.receive() or {})
         assert told("ask", QUESTION)[0]["answer"]
 
 
@@ -422,17 +422,17 @@ def test_listening_continues_after_a_lack_of_file_descriptors(home) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "accept", short)
-        with owned(home), Line(socket.socket(socket.AF_UNIX)) as line:
-            line._socket.connect(str(home / NAME))
-            line.wait(SOON_S)
-            assert line.receive()["pid"] == os.getpid()
+        with owned(home), JsonChannel(socket.socket(socket.AF_UNIX)) as channel:
+            channel._socket.connect(str(home / SOCKET_NAME))
+            channel.set_timeout(SOON_S)
+            assert channel.receive()["pid"] == os.getpid()
     assert failed
 
 
 def test_output_that_is_longer_than_a_line_may_be_arrives_whole() -> None:
     """It was taken for the end of the process that has the home open."""
     text, found = "\U0001f6a2" * (remote.MOST_BYTES // 8), ""
-    here, there = map(Line, socket.socketpair())
+    here, there = map(JsonChannel, socket.socketpair())
     with here, there:
         terminal = RemoteTerminal(here, request())
         sending = threading.Thread(target=terminal.out.write, args=(text,))
@@ -445,7 +445,7 @@ def test_output_that_is_longer_than_a_line_may_be_arrives_whole() -> None:
 
 def test_disconnect_or_shutdown_cancels_command() -> None:
     for leaves in (True, False):
-        here, there = map(Line, socket.socketpair())
+        here, there = map(JsonChannel, socket.socketpair())
         terminal, stopped = RemoteTerminal(here, request()), threading.Event()
         threading.Thread(target=terminal.listen, daemon=True).start()
         block = terminal.stopping(stopped.set)
@@ -468,11 +468,11 @@ def test_a_request_that_comes_while_the_host_closes_is_interrupted(home, monkeyp
     monkeypatch.setitem(FORWARDED, "ask", work)
     with AppServices.open(home) as services:
         commands = CommandListener(services)
-        with connected(home) as line:
-            assert line.receive()["pid"] == os.getpid()
+        with connect(home) as channel:
+            assert channel.receive()["pid"] == os.getpid()
             commands.close()
-            line.send(**request(arguments={"cli": {}}))
-            assert line.receive() == {"failed": ["Cancelled", "Interrupted."]}
+            channel.send(**request(arguments={"cli": {}}))
+            assert channel.receive() == {"failed": ["Cancelled", "Interrupted."]}
 
 
 def test_closing_the_host_ends_commands_and_removes_the_socket(home) -> None:
@@ -481,5 +481,5 @@ def test_closing_the_host_ends_commands_and_removes_the_socket(home) -> None:
         process = as_process(home, "chat")
         until(lambda: process.stderr.read(1) == ">")
         commands.close()
-        assert process.wait(SOON_S) in (0, 1) and not (home / NAME).exists()
+        assert process.wait(SOON_S) in (0, 1) and not (home / SOCKET_NAME).exists()
         process.communicate()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ragblend.app import samples
 from ragblend.app.cli.main import main
-from ragblend.app.remote import NAME, connected
+from ragblend.app.remote import SOCKET_NAME, connect
 from ragblend.kvstore import system
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
@@ -72,9 +72,9 @@ def story(folder: Path, model: Path) -> None:
             url = json.loads(out.getvalue())["url"]
             with urllib.request.urlopen(f"{url}/models", timeout=LONG_S) as answer:
                 assert json.loads(answer.read())["data"]
-            line = connected(home)
-            assert line is not None
-            line.close()
+            channel = connect(home)
+            assert channel is not None
+            channel.close()
             command = [sys.executable, "-c", BESIDE, str(home), QUESTION]
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
             assert done.stdout.splitlines()[-1:] == ["True False"], done
@@ -91,7 +91,7 @@ def story(folder: Path, model: Path) -> None:
     client.join()
     if failed:
         raise failed[0]
-    assert code == 0 and not (home / NAME).exists()
+    assert code == 0 and not (home / SOCKET_NAME).exists()
 
     listed = said("docs", "list", *at)["documents"]
     assert {Path(each["path"]).name for each in listed} == {"lighthouse.md", pages.name}
