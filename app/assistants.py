@@ -22,7 +22,7 @@ from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.answer_stream import AnswerStream
 from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.answering.retrieval import check_askable, check_collection
-from ragblend.app.answering.retrieval import search as searched
+from ragblend.app.answering.retrieval import search as search_passages
 from ragblend.app.cli.common import Terminal
 from ragblend.app.serve.errors import ApiError, api_error, error_response
 from ragblend.app.serve.keys import OWNER, Authenticator
@@ -33,29 +33,29 @@ from ragblend.kvstore.errors import RagBlendError, UsageError
 
 T = TypeVar("T")
 Json = dict[str, Any]
-ABOUT = (
+INSTRUCTIONS = (
     "The user's own documents, on this machine. `search` finds passages, `ask` has a small local model answer from "
     "them, `read_document` reads on where a passage ends. Cite documents by their names."
 )
-PASSAGE = ("document", "document_id", "location", "score", "text")
+PASSAGE_FIELDS = ("document", "document_id", "location", "score", "text")
 MOST_CHARACTERS = 20_000  # of a document, in one answer
-LOOKS_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+READ_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 Question = Annotated[
     str, Field(max_length=10_000, description="In the words of the documents, if you know them.")
 ]
-Collection = Annotated[str | None, Field(description="Which collection; left out: the usual one.")]
+Collection = Annotated[str | None, Field(description="Which collection; if left out, the default one.")]
 Limit = Annotated[int, Field(ge=1, le=50)]
 Offset = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServer[Any]:
+def build_server(conversations: Conversations, workspaces: Workspaces) -> MCPServer[Any]:
     """The server, not yet running. Errors of the tools are returned to the assistant, and do not end the process."""
     server: MCPServer[Any] = MCPServer(
-        "ragblend", instructions=ABOUT, version=ragblend.__version__, log_level="WARNING"
+        "ragblend", instructions=INSTRUCTIONS, version=ragblend.__version__, log_level="WARNING"
     )
     tools = _Tools(conversations, workspaces)
     for tool in (tools.search, tools.ask, tools.list_documents, tools.read_document):
-        server.tool(annotations=LOOKS_ONLY)(tool)
+        server.tool(annotations=READ_ONLY)(tool)
     return server
 
 
@@ -72,17 +72,17 @@ class _Tools:
         def found() -> Json:
             if not question.strip():
                 raise UsageError("The question is empty.")
-            passages = searched([self._opened(collection)], question, limit)
+            passages = search_passages([self._askable(collection)], question, limit)
             return {"passages": [_passage(each) for each in passages]}
 
-        return await self._result(found)
+        return await self._run(found)
 
     async def ask(self, question: Question, collection: Collection = None) -> Json:
         """Answer a question from the user's documents by a local model, with the passages that it was given."""
         turns, stopped = list[AnswerStream](), threading.Event()
 
         def answered() -> Json:
-            workspace = self._opened(collection)
+            workspace = self._askable(collection)
             options = AskOptions((workspace.settings.collection,), cancel=stopped)
             turns.append(self._conversations.answer(question, options))
             if stopped.is_set():
@@ -93,7 +93,7 @@ class _Tools:
             return {"answer": answer.text, "sources": sources, "citations": list(answer.citations), **notice}
 
         try:
-            return await self._result(answered)
+            return await self._run(answered)
         finally:  # the assistant may have stopped waiting
             stopped.set()
             for turn in turns:
@@ -102,10 +102,10 @@ class _Tools:
     async def list_documents(
         self, collection: Collection = None, words: str = "", offset: Offset = 0, limit: Limit = 50
     ) -> Json:
-        """List the user's documents; words: those whose name or folder has all of them. Names all collections too."""
+        """List the user's documents; words: only those whose name or folder has all of them. Also lists collections."""
 
         def listed() -> Json:
-            name = self._chosen(collection)
+            name = self._collection_name(collection)
             page = self._library.page(name, words, None, offset, limit)
             rows = [
                 {"id": each.id, "name": each.name, "state": str(each.state), "passages": each.passages}
@@ -115,7 +115,7 @@ class _Tools:
             names = self._workspaces.names()
             return {"collection": name, "collections": names, "total": page.total, "documents": rows}
 
-        return await self._result(listed)
+        return await self._run(listed)
 
     async def read_document(
         self,
@@ -123,41 +123,42 @@ class _Tools:
         collection: Collection = None,
         offset: Offset = 0,
     ) -> Json:
-        """Read a document's text, 20,000 characters at a time; offset: where to go on, from `next_offset`."""
+        """Read a document's text, 20,000 characters at a time; to continue, pass the last `next_offset` as offset."""
 
         def read() -> Json:
-            found = self._library.find(self._opened(collection).settings.collection, document)
+            found = self._library.find(self._askable(collection).settings.collection, document)
             text = "\n\n".join(passage.text for passage in self._library.passages_of(found.id))
             stop = offset + MOST_CHARACTERS
             part = {"id": found.id, "name": found.name, "characters": len(text), "text": text[offset:stop]}
             return part | ({"next_offset": stop} if stop < len(text) else {})
 
-        return await self._result(read)
+        return await self._run(read)
 
-    async def _result(self, work: Callable[[], T]) -> T:
-        """Run a tool in a thread, as many at once as one key of the server may have requests."""
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Run a tool in a thread. At most as many run at once as one API key of the server may have requests."""
         try:
             with self._admission.enter(OWNER):
                 return await in_thread(work)
         except (ApiError, RagBlendError) as error:
             raise ToolError(str(error)) from error
 
-    def _chosen(self, collection: str | None) -> str:
+    def _collection_name(self, collection: str | None) -> str:
+        """The given collection, which must exist, or the default one."""
         if collection is not None:
             check_collection(self._library, collection)
         return self._workspaces.settings.collection if collection is None else collection
 
-    def _opened(self, collection: str | None) -> Workspace:
-        workspace = self._workspaces.of(self._chosen(collection))
+    def _askable(self, collection: str | None) -> Workspace:
+        workspace = self._workspaces.of(self._collection_name(collection))
         check_askable(workspace)
         return workspace
 
 
-def talk(server: MCPServer[Any], terminal: Terminal) -> None:
-    """Serve an assistant over another process's standard input and output, until they end."""
+def serve_forwarded(server: MCPServer[Any], terminal: Terminal) -> None:
+    """Serve an assistant over the standard input and output of the process that forwarded the command."""
 
     class Streams:
-        """Both, as the transport uses them."""
+        """Both streams, with the methods that the transport uses."""
 
         async def __aiter__(self) -> AsyncIterator[str]:
             with suppress(KeyboardInterrupt):
@@ -171,17 +172,17 @@ def talk(server: MCPServer[Any], terminal: Terminal) -> None:
             pass
 
     async def serve() -> None:
-        both: Any = Streams()
-        async with stdio_server(both, both) as streams:
+        terminal_streams: Any = Streams()
+        async with stdio_server(terminal_streams, terminal_streams) as streams:
             inner: Any = server._lowlevel_server  # whose own `run` supports only this process's streams
             await inner.run(*streams, inner.create_initialization_options())
 
     asyncio.run(serve())
 
 
-def over_http(server: MCPServer[Any], authenticator: Authenticator) -> ASGIApp:
-    """The same over HTTP at `/mcp`, for holders of the owner's key, or any program on this machine while there is no
-    key.
+def http_app(server: MCPServer[Any], authenticator: Authenticator) -> ASGIApp:
+    """The server as a web application at `/mcp`, for holders of the owner's key, or for any program on this machine
+    while there is no key.
     """
     # The authenticator checks host names.
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
@@ -202,4 +203,4 @@ def over_http(server: MCPServer[Any], authenticator: Authenticator) -> ASGIApp:
 
 
 def _passage(source: AnswerSource) -> Json:
-    return {name: getattr(source, name) for name in PASSAGE}
+    return {name: getattr(source, name) for name in PASSAGE_FIELDS}

@@ -137,7 +137,7 @@ class Database(SqliteFile):
             )
         if code in BUSY:
             return LibraryError(
-                f"Using the {self.what} {self.path}: another program keeps it locked. Close it, and try again."
+                f"Using the {self.what} {self.path}: another program has locked it. Close that program, and try again."
             )
         advice = "Close every program that uses it: when it is opened again, what can be read is kept."
         if code in NO_ACCESS:

@@ -88,7 +88,7 @@ def _embedder(workspace: Workspace) -> tuple[Status, str]:
     if known is None or known.unrelated is None:
         if recorded_similarity(embedder.name) is not None:
             return "ok", embedder.name
-        how = "too few passages to measure which ones are unrelated to a question: all are taken"
+        how = "too few passages to measure which ones are unrelated to a question: all are used"
     else:
         how = f"unrelated to a question below {known.unrelated.best:.2f}, measured with {known.measured} passages"
     return "ok", f"{embedder.name}; {how}"
@@ -99,7 +99,7 @@ def _home(workspace: Workspace) -> tuple[Status, str]:
     if loose:
         advice = f"run `chmod -R go= {workspace.home.root}`"
         return "warning", f"other users may read {len(loose)} paths, such as {loose[0]}; {advice}"
-    readers = "readable for you only" if HAS_MODES else "readable for whoever may read the folder it is in"
+    readers = "readable for you only" if HAS_MODES else "readable for all who may read its parent folder"
     return "ok", f"{workspace.home.root}, {readers}"
 
 
@@ -123,8 +123,11 @@ def _library(workspace: Workspace) -> tuple[Status, str]:
 def _parser(workspace: Workspace) -> tuple[Status, str]:
     registry = workspace.library.path
     if left := run_in_sandbox(rights_left, registry.with_name("none"), str(registry)):
-        return "warning", f"on this system a document that takes over its parser could {' and '.join(left)}"
-    return "ok", "may read its document, and not change files or use the network"
+        return (
+            "warning",
+            f"on this system a hostile document that takes over its parser could {' and '.join(left)}",
+        )
+    return "ok", "may read its document, but may not change files or use the network"
 
 
 def _store(workspace: Workspace) -> tuple[Status, str]:

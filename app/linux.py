@@ -1,6 +1,6 @@
-"""Takes rights away from a process that parses untrusted files, by Landlock and seccomp; both are Linux's alone.
+"""Takes rights away from a process that parses untrusted files, by Landlock and seccomp, which only Linux has.
 
-Both bind the process for good, and neither needs root. What a kernel does not offer is left out: `doctor` says so.
+Neither can be undone, and neither needs root. What the kernel does not offer is left out, and `doctor` reports it.
 Sources: landlock(7), seccomp(2), and the kernel's uapi/linux/landlock.h.
 """
 
@@ -19,7 +19,7 @@ IS_LINUX = sys.platform == "linux"
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the same on all processors
 RULESET_VERSION, PATH_BENEATH = 1, 1
 READ_FILE, READ_DIR, WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
-# The first version of Landlock that knows so many rights on files: executing, writing, truncating, device controls...
+# By version of Landlock: how many rights on files it knows (executing, writing, ..., truncating, device controls).
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
 TCP_SINCE, TCP_RIGHTS = 4, 0b11  # to bind and to connect
 SCOPES_SINCE, SCOPES = 6, 0b11  # other processes' abstract sockets, and signals to them
@@ -28,10 +28,10 @@ NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER_MODE = 38, 22, 2  # of prctl
 LOAD, IF_EQUAL, IF_AT_LEAST, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
 ALLOW, FAIL = 0x7FFF0000, 0x00050000
 NUMBER_AT, PROCESSOR_AT, FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data
-OTHER_NUMBERS = 0x40000000  # x86-64's second set of system calls
-CLONE3, A_THREAD = 435, 0x10000
-# Of each processor: its name to seccomp; clone; and socket, io_uring_setup, execve, execveat, fchmod, fchmodat,
-# fchmodat2, chmod, fork, vfork.
+FIRST_X32_CALL = 0x40000000  # the x32 ABI's numbers of x86-64's system calls
+CLONE3, CLONE_THREAD = 435, 0x10000  # a system call; the flag of clone for a new thread
+# For each processor: its number in seccomp's data; the number of clone; the numbers of the refused system calls socket,
+# io_uring_setup, execve, execveat, fchmod, fchmodat, fchmodat2, chmod, fork, vfork.
 PROCESSORS = {
     "x86_64": (0xC000003E, 56, (41, 425, 59, 322, 91, 268, 452, 90, 57, 58)),
     "aarch64": (0xC00000B7, 220, (198, 425, 221, 281, 52, 53, 452)),
@@ -46,17 +46,16 @@ def landlock_version() -> int:
 
 
 def restrict_process(readable: Iterable[Path | str], writable: Iterable[Path | str] = ()) -> None:
-    """Let this process open these files, and what is in these folders, only; and no socket, and start no program.
+    """Restrict this process to these files and folders with their contents: no other file, no socket, no new process.
 
-    Files that are open stay so. Paths that do not exist are ignored. Only the calling thread and those that it starts
-    are bound, so call it in a process of one thread. Other systems than Linux take no right away.
+    Open files stay open. Paths that do not exist are ignored. Only the calling thread and the threads that it starts
+    are restricted, so call it in a process of one thread. On other systems than Linux nothing is restricted.
     """
     if not IS_LINUX:
         return
     libc = _libc()
-    libc.prctl(
-        NO_NEW_PRIVILEGES, 1, 0, 0, 0
-    )  # both refuse without it: else a setuid program could get more rights
+    # Landlock and seccomp require it, so that no setuid program gets its rights back.
+    libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _restrict_files(libc, readable, writable)
     _restrict_system_calls(libc)
 
@@ -84,46 +83,46 @@ def _restrict_files(
 
 
 def ruleset_attributes(version: int) -> bytes:
-    """Which rights are taken away, as struct landlock_ruleset_attr: on files, of TCP, scopes; of a version >= 1."""
+    """The rights to take away (on files, of TCP, scopes) as struct landlock_ruleset_attr; version: at least 1."""
     files = max(bits for since, bits in FILE_RIGHTS.items() if version >= since)
     tcp = TCP_RIGHTS if version >= TCP_SINCE else 0
     return struct.pack("QQQ", (1 << files) - 1, tcp, SCOPES if version >= SCOPES_SINCE else 0)
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: Path | str, rights: int) -> None:
-    at = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        if not stat.S_ISDIR(os.fstat(at).st_mode):
-            rights &= ~READ_DIR  # of a file it is refused
-        rule = struct.pack("=Qi", rights, at)
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= ~READ_DIR  # refused for a file
+        rule = struct.pack("=Qi", rights, descriptor)
         libc.syscall(ADD_RULE, ruleset, ctypes.c_int(PATH_BENEATH), rule, ctypes.c_uint32(0))
     finally:
-        os.close(at)
+        os.close(descriptor)
 
 
 def _restrict_system_calls(libc: ctypes.CDLL) -> None:
     if (processor := PROCESSORS.get(platform.machine())) is None:
         return
     program = b"".join(struct.pack("HBBI", *step) for step in filter_steps(*processor))
-    held = ctypes.create_string_buffer(program)
+    buffer = ctypes.create_string_buffer(program)
     libc.prctl(
-        SET_SECCOMP, FILTER_MODE, struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(held)), 0, 0
+        SET_SECCOMP, FILTER_MODE, struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer)), 0, 0
     )
 
 
-def filter_steps(name: int, clone: int, refused: Iterable[int]) -> Iterator[tuple[int, int, int, int]]:
-    """A BPF program that refuses these system calls, and new processes: (code, jump if so, jump if not, value) each."""
+def filter_steps(processor: int, clone: int, refused: Iterable[int]) -> Iterator[tuple[int, int, int, int]]:
+    """A BPF program that refuses these system calls and new processes, as (code, jump if so, jump if not, value)."""
     refuse = (RETURN, 0, 0, FAIL | errno.EACCES)
-    yield from ((LOAD, 0, 0, PROCESSOR_AT), (IF_EQUAL, 1, 0, name), refuse)
-    yield from ((LOAD, 0, 0, NUMBER_AT), (IF_AT_LEAST, 0, 1, OTHER_NUMBERS), refuse)
+    yield from ((LOAD, 0, 0, PROCESSOR_AT), (IF_EQUAL, 1, 0, processor), refuse)
+    yield from ((LOAD, 0, 0, NUMBER_AT), (IF_AT_LEAST, 0, 1, FIRST_X32_CALL), refuse)
     for number in refused:
         yield from ((IF_EQUAL, 0, 1, number), refuse)
-    # A filter cannot see clone3's flags; where it is unknown, libc uses clone.
+    # A filter cannot see clone3's flags. If clone3 does not exist (ENOSYS), libc uses clone.
     yield from ((IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS))
     yield from (
         (IF_EQUAL, 0, 3, clone),
         (LOAD, 0, 0, FIRST_ARGUMENT_AT),
-        (IF_ANY_BIT, 1, 0, A_THREAD),
+        (IF_ANY_BIT, 1, 0, CLONE_THREAD),
         refuse,
     )
     yield (RETURN, 0, 0, ALLOW)

@@ -57,7 +57,7 @@ def set_aside_files(path: Path) -> list[Path]:
 
 
 def finish(path: Path) -> None:
-    """Move a rescued file, if there is one, to its place."""
+    """Complete a rescue, if there is one: FILE.rescued replaces FILE."""
     rescued = Path(f"{path}.rescued")
     if rescued.exists():
         for suffix in ("-wal", "-shm"):
@@ -77,9 +77,9 @@ def rescue(
 ) -> Rescued:
     """Copy all readable rows, and replace the file. Nothing else may use it meanwhile.
 
-    new: an empty database at `FILE.rescuing` with the tables, without foreign keys, in a transaction; is closed here.
+    new: an empty database at `FILE.rescuing` with the tables, without foreign keys, in a transaction; it is closed.
     what: the file's name in messages; why: its damage; copied, adopted, mark_lost: as in `Database`.
-    Raises LibraryError if nothing can be read (then the file stays), StoreFullError without space for two more copies.
+    Raises LibraryError if nothing can be read (the file then stays), StoreFullError if the disk cannot hold two copies.
     """
     kept = next(each for number in count(1) if not (each := Path(f"{path}.damaged-{number}")).exists())
     found = Rescued(why, kept)
@@ -104,7 +104,7 @@ def rescue(
     except BaseException as error:
         discard_database(kept)
         discard_database(Path(f"{path}.rescuing"))
-        if _is_no_room(error):
+        if _is_disk_full(error):
             raise StoreFullError(
                 f"Opening the {what} {path}: it is damaged ({why}), and the disk has no room for a copy of what can "
                 "be read. Free some space; nothing was changed."
@@ -115,18 +115,18 @@ def rescue(
     return found
 
 
-def _is_no_room(error: BaseException) -> bool:
+def _is_disk_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.Error):
         return error_code(error) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in NO_ROOM
 
 
 class _UnreadableError(Exception):
-    """The damaged file cannot be read there."""
+    """A row of the damaged file cannot be read."""
 
 
 def _read(old: sqlite3.Connection, select: str, *arguments: int) -> Iterator[sqlite3.Row]:
-    """The rows, until one that cannot be read. An error of writing them elsewhere is not taken for damage."""
+    """The rows; raises _UnreadableError at damage. Errors of writing the rows elsewhere are not caught here."""
     try:
         yield from old.execute(select, arguments)
     except sqlite3.Error as error:
@@ -140,7 +140,7 @@ def _copy_tables(
     adopted: Sequence[str],
     found: Rescued,
 ) -> None:
-    """Copy all readable rows, except those that belong to lost ones; counts them in `found`."""
+    """Copy all readable rows, except those that refer to a lost row; records their number and the gaps in `found`."""
     for table in copied:
         found.copied[table], found.gaps[table] = _copy_rows(old, new, table)
     for statement in adopted:
@@ -149,7 +149,7 @@ def _copy_tables(
         new.execute(f"DELETE FROM {table} WHERE rowid = ?", (number,))
         found.copied[table] -= 1
         found.gaps[table].append((number, number))
-    found.gaps = {table: joined(gaps) for table, gaps in found.gaps.items()}
+    found.gaps = {table: merge_gaps(gaps) for table, gaps in found.gaps.items()}
 
 
 def _copy_file(path: Path, kept: Path) -> None:
@@ -163,16 +163,17 @@ def _copy_file(path: Path, kept: Path) -> None:
 
 def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> tuple[int, list[Gap]]:
     """Copy a table; returns the number of rows, and the gaps."""
-    about = new.execute(f"PRAGMA table_info({table})").fetchall()
-    names = [str(row[1]) for row in about]
-    numbered = new.execute("SELECT wr FROM pragma_table_list WHERE name = ?", (table,)).fetchone()[0] == 0
-    if numbered and not any(row[2] == "INTEGER" and row[5] for row in about):
+    table_columns = new.execute(f"PRAGMA table_info({table})").fetchall()
+    names = [str(row[1]) for row in table_columns]
+    # wr: WITHOUT ROWID. An INTEGER PRIMARY KEY is the rowid.
+    has_rowid = new.execute("SELECT wr FROM pragma_table_list WHERE name = ?", (table,)).fetchone()[0] == 0
+    if has_rowid and not any(row[2] == "INTEGER" and row[5] for row in table_columns):
         names.insert(0, "rowid")
     columns = ", ".join(names)
     insert = f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({', '.join('?' * len(names))})"
     gaps: list[Gap] = []
-    if numbered:
-        gaps = list(_each_range(old, new, f"SELECT rowid, {columns} FROM {table} NOT INDEXED", insert))
+    if has_rowid:
+        gaps = list(_copy_ranges(old, new, f"SELECT rowid, {columns} FROM {table} NOT INDEXED", insert))
     else:  # for small tables, which are read from both ends
         for order in ("", " ORDER BY 1 DESC"):
             with suppress(_UnreadableError):
@@ -180,7 +181,7 @@ def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> 
                     new.execute(insert, tuple(row))
                 break
         else:
-            gaps = [(0, 0)]
+            gaps = [(0, 0)]  # which rows are missing is unknown
     if gaps:
         _copy_from_indexes(old, new, table)
     return int(new.execute(f"SELECT count(*) FROM {table}").fetchone()[0]), gaps
@@ -196,23 +197,23 @@ def _copy_from_indexes(old: sqlite3.Connection, new: sqlite3.Connection, table: 
                 new.execute(f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})", tuple(row))
 
 
-def _each_range(old: sqlite3.Connection, new: sqlite3.Connection, select: str, insert: str) -> Iterator[Gap]:
+def _copy_ranges(old: sqlite3.Connection, new: sqlite3.Connection, select: str, insert: str) -> Iterator[Gap]:
     """Copy all readable rows, the widest ranges of row numbers first; yields the gaps."""
     ranges, failures = [(-LARGEST_ROWID, 1, LARGEST_ROWID)], 0
     while ranges:
         _, first, last = heapq.heappop(ranges)
-        at = first - 1  # the last row read
+        last_read = first - 1
         try:
             for number, *row in _read(
                 old, f"{select} WHERE rowid BETWEEN ? AND ? ORDER BY rowid", first, last
             ):
-                at = number
+                last_read = number
                 if new.execute(insert, row).rowcount < 1:  # it violates a constraint
                     yield number, number
             continue
         except _UnreadableError:
             failures += 1
-        first = at + 1
+        first = last_read + 1
         if first >= last or failures > MOST_FAILURES:
             if first <= last:
                 yield first, last
@@ -222,12 +223,12 @@ def _each_range(old: sqlite3.Connection, new: sqlite3.Connection, select: str, i
             heapq.heappush(ranges, (low - high, low, high))
 
 
-def joined(gaps: Iterable[Gap]) -> list[Gap]:
-    """The same rows in the fewest gaps."""
-    found: list[Gap] = []
+def merge_gaps(gaps: Iterable[Gap]) -> list[Gap]:
+    """Merge gaps that overlap or follow each other directly."""
+    merged: list[Gap] = []
     for first, last in sorted(gaps):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged

@@ -28,7 +28,7 @@ CAN_FORK, CAN_LIMIT = hasattr(os, "fork"), resource is not None
 M_ARENA_MAX, ARENAS = -8, 2  # M_ARENA_MAX is of glibc's malloc.h
 LOCALHOST = "127.0.0.1"
 TOKEN_BYTES = 32
-HANDSHAKE_S, LOOK_S = 10.0, 0.2
+HANDSHAKE_S, POLL_S = 10.0, 0.2
 
 
 def disable_core_dumps() -> None:
@@ -46,7 +46,7 @@ def limit_allocations(more_bytes: int) -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run work() in a copy of this process, which ends with it. Returns the copy's id; `reap` it."""
+    """Run work() in a forked child, which then exits. Returns the child's process id, for `reap`."""
     if child := os.fork():
         return child
     try:
@@ -56,7 +56,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def reap(child: int) -> int:
-    """Kill a copy of this process, unless it has ended. Returns its exit code, or minus the signal that ended it."""
+    """Kill a forked child, unless it has ended. Returns its exit code, or minus the signal that ended it."""
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -64,7 +64,7 @@ def reap(child: int) -> int:
 
 
 def end_process_group(leader: int) -> None:
-    """Kill a process that began a group, and all in the group."""
+    """Kill the leader of a process group, and all processes of the group."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
@@ -76,24 +76,26 @@ def end_process_group(leader: int) -> None:
 
 
 def start_python(code: str, environment: dict[str, str]) -> tuple["subprocess.Popen[bytes]", Connection]:
-    """Start an interpreter in a group of its own, and connect to it: there `parent_connection` is the other end."""
+    """Start an interpreter in its own process group, and connect to it; there `parent_connection` is the other end."""
     command = [sys.executable, "-P", "-c", code]  # -P: do not import from the user's current folder
-    how: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
-    if not CAN_FORK:  # nor can a descriptor be passed on
-        return _start_with_port(command, how)
+    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
+    if not CAN_FORK:  # such systems cannot pass a descriptor on either
+        return _start_with_port(command, options)
     ours, theirs = Pipe()
     with theirs:
-        at = theirs.fileno()
-        how |= {"stdin": subprocess.DEVNULL, "pass_fds": [at], "process_group": 0}
-        return subprocess.Popen([*command, str(at)], **how), ours
+        descriptor = theirs.fileno()
+        options |= {"stdin": subprocess.DEVNULL, "pass_fds": [descriptor], "process_group": 0}
+        return subprocess.Popen([*command, str(descriptor)], **options), ours
 
 
-def _start_with_port(command: list[str], how: dict[str, Any]) -> tuple["subprocess.Popen[bytes]", Connection]:
+def _start_with_port(
+    command: list[str], options: dict[str, Any]
+) -> tuple["subprocess.Popen[bytes]", Connection]:
     token, no_window = secrets.token_bytes(TOKEN_BYTES), getattr(subprocess, "CREATE_NO_WINDOW", 0)
     with socket.create_server((LOCALHOST, 0)) as listener:
-        listener.settimeout(LOOK_S)
+        listener.settimeout(POLL_S)
         command = [*command, str(listener.getsockname()[1])]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=no_window, **how)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=no_window, **options)
         assert process.stdin is not None
         with suppress(OSError), process.stdin:
             process.stdin.write(token)
@@ -103,17 +105,17 @@ def _start_with_port(command: list[str], how: dict[str, Any]) -> tuple["subproce
                 if _has_token(connection, token, is_server=True):
                     return process, Connection(connection.detach())
                 connection.close()
-    ours, theirs = Pipe()  # it has crashed, which the first use shows
+    ours, theirs = Pipe()  # the process has crashed: using a closed connection will show it
     theirs.close()
     return process, ours
 
 
 def parent_connection() -> Connection:
     """In the interpreter that `start_python` started: the connection to its parent. Raises OSError."""
-    at = int(sys.argv[1])
+    port_or_descriptor = int(sys.argv[1])
     if CAN_FORK:
-        return Connection(at)
-    connection = socket.create_connection((LOCALHOST, at), HANDSHAKE_S)
+        return Connection(port_or_descriptor)
+    connection = socket.create_connection((LOCALHOST, port_or_descriptor), HANDSHAKE_S)
     if not _has_token(connection, sys.stdin.buffer.read(), is_server=False):
         raise PermissionError
     return Connection(connection.detach())
@@ -139,7 +141,7 @@ def raise_open_file_limit(wanted: int) -> None:
 
 
 def limit_malloc_arenas() -> None:
-    """Let threads share glibc's heaps; else each of dozens keeps the most memory that its thread ever used."""
+    """Let threads share glibc's heaps; else there are dozens, and each keeps the most memory that it ever used."""
     import ctypes
 
     with suppress(AttributeError, TypeError):  # another C library
@@ -159,7 +161,7 @@ def on_signal(number: int, handle: Callable[..., None]) -> Iterator[None]:
 def listen_in(folder: Path, name: str) -> socket.socket:
     """Listen at a socket in this folder, for this user only. Raises OSError.
 
-    Without Unix sockets at a port of this machine; the file has its number and a token.
+    Without Unix sockets, listen at a local port instead; the file then holds its number and a token.
     """
     if not hasattr(socket, "AF_UNIX"):
         listener = socket.create_server((LOCALHOST, 0))
@@ -167,11 +169,11 @@ def listen_in(folder: Path, name: str) -> socket.socket:
             replace_durably(folder / name, f"{listener.getsockname()[1]} {secrets.token_hex(TOKEN_BYTES)}")
         return listener
     listener = socket.socket(socket.AF_UNIX)
-    with _closed_on_error(listener), _opened(folder) as at:
+    with _closed_on_error(listener), _open_folder(folder) as descriptor:
         with suppress(FileNotFoundError):  # left by a killed process
-            os.unlink(name, dir_fd=at)
-        listener.bind(_address(folder, at, name))
-        os.chmod(name, FILE_MODE, dir_fd=at)
+            os.unlink(name, dir_fd=descriptor)
+        listener.bind(_address(folder, descriptor, name))
+        os.chmod(name, FILE_MODE, dir_fd=descriptor)
         listener.listen(64)
     return listener
 
@@ -188,21 +190,23 @@ def connect_in(folder: Path, name: str, timeout_s: float) -> socket.socket:
         return connection
     connection = socket.socket(socket.AF_UNIX)
     with _closed_on_error(connection):
-        with _opened(folder) as at:
-            found = os.stat(name, dir_fd=at, follow_symlinks=False)
-            if not (stat.S_ISSOCK(found.st_mode) and _is_private(found) and _is_private(os.fstat(at))):
+        with _open_folder(folder) as descriptor:
+            found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            is_private = _is_private(found) and _is_private(os.fstat(descriptor))
+            if not (stat.S_ISSOCK(found.st_mode) and is_private):
                 raise PermissionError
             connection.settimeout(timeout_s)
-            connection.connect(_address(folder, at, name))
+            connection.connect(_address(folder, descriptor, name))
         if not is_same_user(connection, folder / name):
             raise PermissionError
     return connection
 
 
 def is_same_user(connection: socket.socket, path: Path) -> bool:
-    """Whether the other end of a connection to this socket belongs to this user, as far as the system tells.
+    """Whether the other end of a connection to this socket belongs to this user, as far as that can be known.
 
-    On Linux its kernel does, without Unix sockets the token; elsewhere the folder's mode must suffice. Raises OSError.
+    Linux's kernel tells it; without Unix sockets the token proves it; elsewhere the folder's mode must suffice. Raises
+    OSError.
     """
     if not hasattr(socket, "AF_UNIX"):
         return _has_token(connection, _port_and_token(path)[1], is_server=True)
@@ -220,7 +224,7 @@ def limit_sending(connection: socket.socket, seconds: int) -> None:
 
 
 def _port_and_token(path: Path) -> tuple[int, bytes]:
-    """What `listen_in` wrote. Raises OSError."""
+    """The port and the token that `listen_in` wrote. Raises OSError."""
     try:
         port, token = path.read_text(encoding="ascii").split()
         return int(port), bytes.fromhex(token)
@@ -231,20 +235,21 @@ def _port_and_token(path: Path) -> tuple[int, bytes]:
 def _has_token(connection: socket.socket, token: bytes, is_server: bool) -> bool:
     """Whether the other end knows the token, which neither end sends: each hashes it with the other's random bytes.
 
-    Another program may have the port, of a killed process say. Raises OSError.
+    After a process was killed, another program may have its port. Raises OSError.
     """
     connection.settimeout(HANDSHAKE_S)
     roles, random = (b"client", b"server"), secrets.token_bytes(TOKEN_BYTES)
     connection.sendall(random)
-    answer = roles[is_server] + _received(connection)
+    answer = roles[is_server] + _receive_token_bytes(connection)
     connection.sendall(hmac.digest(token, answer, "sha256"))
     expected = hmac.digest(token, roles[not is_server] + random, "sha256")
-    is_known = hmac.compare_digest(_received(connection), expected)
+    is_known = hmac.compare_digest(_receive_token_bytes(connection), expected)
     connection.settimeout(None)
     return is_known
 
 
-def _received(connection: socket.socket) -> bytes:
+def _receive_token_bytes(connection: socket.socket) -> bytes:
+    """The next TOKEN_BYTES bytes; fewer if the connection ends."""
     found = b""
     while len(found) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(found))):
         found += more
@@ -261,23 +266,23 @@ def _closed_on_error(connection: socket.socket) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def _open_folder(folder: Path) -> Iterator[int]:
     """A descriptor of the folder, which stays valid if the path is renamed or replaced. Raises OSError."""
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield at
+        yield descriptor
     finally:
-        os.close(at)
+        os.close(descriptor)
 
 
-def _address(folder: Path, at: int, name: str) -> str:
+def _address(folder: Path, descriptor: int, name: str) -> str:
     """The address of a socket in the opened folder, through /proc if it exists, because an address has at most 107
     bytes.
     """
-    through = f"/proc/self/fd/{at}"
-    return f"{through}/{name}" if os.path.isdir(through) else str(folder / name)
+    short = f"/proc/self/fd/{descriptor}"
+    return f"{short}/{name}" if os.path.isdir(short) else str(folder / name)
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Whether it belongs to this user, and nobody else may change it."""
+    """Whether a file or folder belongs to this user, and nobody else has any right on it."""
     return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077

@@ -38,8 +38,9 @@ log = logging.getLogger("ragblend")
 class _SharedState:
     """The state that all views of a home share (`Workspaces.with_settings`).
 
-    files: open ones, by kind and collection; waiting: the threads that wait to write, and whether each is patient;
-    reranking: one queue for all rerankers, because a command may name another than the settings do.
+    files: open ones, by kind and collection; waiting: of each thread that waits to write, whether it is patient;
+    lock_mark: the mark that this process left last in the writer lock; reranking: one queue for all rerankers, because
+    a command may name another reranker than the settings do.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class _SharedState:
 
     @contextmanager
     def write_turn(self, patient: bool) -> Iterator[None]:
-        """Let one thread write. Two locks, so that a writer which yields cannot overtake the thread that waits."""
+        """Let one thread write. Two locks, so that a writer that yields cannot overtake the thread that waits."""
         self.waiting.append(patient)
         try:
             with self._next_writer:
@@ -95,7 +96,7 @@ class Workspaces(Closing):
 
     @property
     def jobs(self) -> JobStore:
-        """The rows of the ingest queue. Its file is created, so look whether there is one where none is needed."""
+        """The stored ingest queue. This creates its file: where that is unwanted, check first that it exists."""
         return self.open_once("jobs", lambda: JobStore(self.home.jobs))
 
     @property
@@ -111,7 +112,7 @@ class Workspaces(Closing):
     def embedder(self, model: str) -> Embedder:
         """The embedder of that name (as in the settings) on the current device, one object for all collections."""
         device = "cpu" if self.settings.vllm else self.settings.device
-        device = None if model == DEFAULT else device  # which the bundled one ignores
+        device = None if model == DEFAULT else device  # the bundled one ignores the device
         with self._lock:
             return self._shared.embedders.setdefault((model, device), Embedder(model, device))
 
@@ -153,7 +154,8 @@ class Workspaces(Closing):
         """Create an empty collection. Raises UsageError if it exists, SettingsError for an invalid name."""
         if name in self.names():
             raise UsageError(f"Creating the collection {name!r}: it exists already. Choose another name.")
-        with self.writing():  # KV of questions that ran while an earlier collection of that name was removed
+        # Questions may have stored KV while an earlier collection of that name was removed.
+        with self.writing():
             self.of(name).engine.forget_all()
             PassageRegistry.drop(self.home.root, name)
         self.library.keep_collection(name)
@@ -182,20 +184,20 @@ class Workspaces(Closing):
 
     @property
     def has_waiting_writer(self) -> bool:
-        """Whether a thread waits to write: a long writer then yields to it."""
+        """Whether a thread waits to write: a long writer yields to it between two files."""
         return bool(self._shared.waiting)
 
     @property
     def has_urgent_writer(self) -> bool:
-        """Whether one of the waiting writers is not patient: for it the current file is interrupted."""
+        """Whether one of the waiting writers is not patient: the ingest queue interrupts its current file for it."""
         return False in self._shared.waiting
 
     @contextmanager
     def writing(self, patient: bool = False) -> Iterator[None]:
         """Hold the writer lock of this home, among threads and processes; deleted text is erased at the end.
 
-        patient: the caller has yielded to others before. Not reentrant. Raises StoreLockedError, which names the
-        process that holds the lock, and LibraryError.
+        patient: the caller is a long writer that yielded, so no file is interrupted for it. Not reentrant. Raises
+        StoreLockedError, which names the process that holds the lock, and LibraryError.
         """
         shared = self._shared
         with shared.write_turn(patient), writer_lock(self.home.lock) as hold:
@@ -209,12 +211,12 @@ class Workspaces(Closing):
                     self.erase_removed()
                 finally:
                     if self.home.chroma.exists():
-                        make_private(self.home.chroma)  # Chroma creates files that everybody may read
+                        make_private(self.home.chroma)  # Chroma's new files are readable by all users
 
     def erase_removed(self) -> None:
         """Erase deleted text from the files that still hold it. The caller holds the writer lock.
 
-        In a conversation a passage's location, document name and number stay, and so do the answers, which are the
+        Conversations keep the location, document name and number of each erased passage, and the answers, which are the
         user's.
         """
         if not (unerased := self.library.unerased()):
@@ -233,7 +235,7 @@ class Workspaces(Closing):
                 self.library.erased(collection)
         if not erased:
             log.warning(
-                "deleted text stays in files of %s until other processes close them and there is room",
+                "deleted text stays in files of %s until other processes close them and the disk has room",
                 self.home.root,
             )
 
@@ -327,7 +329,7 @@ class Workspace(Closing):
 
     @property
     def reranker(self) -> "CrossEncoder | None":
-        """The reranker of the settings, on the engine's device, or on the CPU if vLLM has the device."""
+        """The reranker of the settings, on the engine's device, or on the CPU if vLLM has the device; or None."""
         name, device = self.settings.reranker, "cpu" if self.settings.vllm else self.settings.device
         if not name:
             return None

@@ -29,21 +29,21 @@ def mcp(cli: Cli, answering: AnswerOptions, options: McpOptions, collection: Col
     check_installed("Tools for assistants", ("mcp",), "mcp")
     with cli.open_collection(collection, **vars(answering)) as workspace:
         from ragblend.app.answering.conversation import Conversations
-        from ragblend.app.assistants import talk, tools_over
+        from ragblend.app.assistants import build_server, serve_forwarded
 
         workspaces = workspace.workspaces
-        server = tools_over(Conversations(workspaces), workspaces)
+        server = build_server(Conversations(workspaces), workspaces)
         with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
             if options.http:
                 _listen(cli, server, options, workspaces.home.root)
             elif cli.host is None:
                 server.run("stdio")
             else:  # the assistant's streams are at the other end of the connection
-                talk(server, cli.terminal)
+                serve_forwarded(server, cli.terminal)
 
 
 def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
-    from ragblend.app.assistants import over_http
+    from ragblend.app.assistants import http_app
     from ragblend.app.serve.front import Rules
     from ragblend.app.serve.keys import Authenticator, Keys
     from ragblend.app.serve.listening import GRACE_S, UvicornServer, listening, require_key_if_reachable
@@ -54,7 +54,7 @@ def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
         authenticator = Authenticator(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"
         result = {"url": url}, f"Assistants find the library at {url}"
-        http_server = UvicornServer(over_http(server, authenticator), lambda: cli.result(*result), GRACE_S)
+        http_server = UvicornServer(http_app(server, authenticator), lambda: cli.result(*result), GRACE_S)
 
         def stop() -> None:
             http_server.should_exit = True

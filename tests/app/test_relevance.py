@@ -46,7 +46,7 @@ def test_everything_is_relevant_to_an_embedder_that_was_not_measured():
 def test_every_way_in_finds_the_same(workspaces, documents, engine, monkeypatch):
     """`ask`, Compare, the demo and MCP took whatever was nearest; the page's answers had fewer passages."""
     mcp = pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
-    from ragblend.app.assistants import tools_over
+    from ragblend.app.assistants import build_server
 
     level = UnrelatedSimilarity(0.0, 0.3)
     monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: level)
@@ -60,7 +60,7 @@ def test_every_way_in_finds_the_same(workspaces, documents, engine, monkeypatch)
     )
 
     async def assistant():
-        async with mcp.Client(tools_over(talks, workspaces)) as client:
+        async with mcp.Client(build_server(talks, workspaces)) as client:
             await client.call_tool("ask", {"question": question})
             return await client.call_tool("search", {"question": question})
 

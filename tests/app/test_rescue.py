@@ -16,7 +16,7 @@ from ragblend.app.library.documents import DocumentPassage, FileFacts
 from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.registry import Library
 from ragblend.app.library.word_search import by_words
-from ragblend.app.rescue import joined, set_aside_files
+from ragblend.app.rescue import merge_gaps, set_aside_files
 from ragblend.kvstore.errors import LibraryError, StoreFullError
 
 PAGE = 4096
@@ -286,4 +286,4 @@ def test_documents_that_lost_passages_are_named_whoever_puts_the_file_in_its_pla
 
 
 def test_gaps_that_touch_are_one() -> None:
-    assert joined([(5, 6), (1, 2), (3, 3), (8, 9)]) == [(1, 3), (5, 6), (8, 9)]
+    assert merge_gaps([(5, 6), (1, 2), (3, 3), (8, 9)]) == [(1, 3), (5, 6), (8, 9)]
