@@ -9,7 +9,7 @@ from typing import Any
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.results import Result, Stream
-from ragblend.integrations.text_index import MINIMUM
+from ragblend.integrations.text_index import MIN_TEXT_CHARS
 
 Ask = Callable[[str], Any]
 
@@ -75,7 +75,12 @@ def results_of(answers: Iterable[Result | Stream]) -> list[Result]:
 
 def count_served(engine: Engine, results: Iterable[Result], retrieved: Iterable[str]) -> Served:
     """Count how the retrieved texts in these prompts were served; they are searched as text in the whole prompt."""
-    lines = {line.strip() for text in retrieved for line in text.splitlines() if len(line.strip()) >= MINIMUM}
+    lines = {
+        line.strip()
+        for text in retrieved
+        for line in text.splitlines()
+        if len(line.strip()) >= MIN_TEXT_CHARS
+    }
     everywhere, inside, present = Counter[str](), Counter[str](), set[str]()
     for result in results:
         words = [engine.tokenizer.decode([token]) for token in result.prompt.token_ids]

@@ -1,4 +1,4 @@
-"""Backend of both frameworks' adapters: an engine, its registered passages, and prompts with them."""
+"""The backend of both frameworks' adapters: opens the engine, registers passages, and builds prompts from them."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
-SHORT_INSTRUCTIONS = 1000  # characters; shorter system messages never become passages by repetition
+SHORT_SYSTEM_CHARS = 1000  # a shorter system message never becomes a passage by recurring
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def drop_empty_turns(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
 
 @dataclass(frozen=True)
 class Backend:
-    """One model and one collection of passages. Creating one loads nothing; equal ones share an engine in a process.
+    """One model and one collection of passages. Creating one loads nothing; equal backends share an engine per process.
 
     url: of the vLLM server that has the model; None to load it here.
     """
@@ -87,7 +87,7 @@ class Backend:
         return PassageRegistry.open(resolve_home(self.home), self.collection)
 
     @property
-    def calls_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """Whether the model's chat template supports tools; reads the tokenizer, not the weights."""
         try:
             return bool(self.engine.call_format)
@@ -99,10 +99,9 @@ class Backend:
     def remember(
         self, passages: Sequence[Passage], encode: bool = False, progress: Progress | None = None
     ) -> None:
-        """Register passages, so that their texts are found in prompts; encode: store their KV now instead of after
-        first use.
+        """Register passages, so that their texts are found in prompts.
 
-        progress(done, total) is called after each encoded passage.
+        encode: store their KV now instead of after first use. progress(done, total): called after each encoded passage.
         """
         self.registry.add(passages)
         if encode and passages:
@@ -156,9 +155,9 @@ class Backend:
         return self.engine.tokenize(self.engine.chat(messages, tools))
 
     def _passages_in(self, turn: ChatTurn, named: Sequence[Passage]) -> list[Piece]:
-        """The turn's text and passages; what was learned from other prompts is no passage of short instructions."""
+        """Split a turn into text and passages. In a short system message, learned passages stay text."""
         found = split_at_passages(turn.pieces, self.registry, named)
-        if turn.role != "system" or len(turn.text) >= SHORT_INSTRUCTIONS:
+        if turn.role != "system" or len(turn.text) >= SHORT_SYSTEM_CHARS:
             return list(found)
         return [
             piece.text
@@ -168,27 +167,27 @@ class Backend:
         ]
 
     def _learn_from_turns(self, turns: Sequence[ChatTurn], found: list[list[Piece]]) -> None:
-        """Replace recurring text in `found` by passages, except in assistants' answers, which recur with every
-        question.
+        """Replace recurring text in `found` by passages, except in the assistant's answers, which every later prompt
+        of the conversation repeats, and except text of short system messages.
         """
         numbers = [number for number, turn in enumerate(turns) if turn.role != "assistant"]
         system = [turn.text for turn in turns if turn.role == "system"]
-        instructions = "\0".join(text for text in system if len(text) < SHORT_INSTRUCTIONS)
+        short_system = "\0".join(text for text in system if len(text) < SHORT_SYSTEM_CHARS)
         learned = self._learn(
             [found[number] for number in numbers],
-            turns[-1].role != "tool",
-            lambda text: text not in instructions,
+            ends_with_question=turns[-1].role != "tool",
+            is_allowed=lambda text: text not in short_system,
         )
         for number, pieces in zip(numbers, learned, strict=True):
             found[number] = pieces
 
     def _messages(self, turns: Sequence[ChatTurn], found: "Sequence[tuple[Segment, ...]]") -> "list[Message]":
-        """The engine's messages. For a model without tool support, tool calls are left out, and messages with nothing
-        else.
+        """The engine's messages. For a model without tool support, tool calls are left out, and so are messages that
+        consist of nothing else.
         """
         from ragblend.engine.prompts.segments import Message
 
-        shows_calls = any(turn.calls for turn in turns) and self.calls_tools
+        shows_calls = any(turn.calls for turn in turns) and self.supports_tools
         return [
             Message(turn.role, text, turn.calls if shows_calls else (), turn.call_id, turn.name)
             for turn, text in zip(turns, found, strict=True)
@@ -198,19 +197,20 @@ class Backend:
     def text_prompt(
         self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = (), learn: bool = False
     ) -> "Prompt":
-        """The plain text as a prompt, with the passages in it as chunks; control tokens in it act as such.
+        """The plain text as a prompt, with the passages in it as chunks; control tokens in it take effect.
 
-        parts: the text as split by `split_at_placeholders`; then only the template's own control tokens act as such.
+        parts: the text as split by `split_at_placeholders`; then only control tokens of the template take effect.
         named, learn: as in `chat_prompt`.
         """
         from ragblend.engine.prompts.segments import Literal, Prompt
 
         controls = self.engine.control_tokens
         if not parts or controls(text) == [i for words in parts[::2] for i in controls(words)]:
-            parts = [text]  # a template may have changed what it was given, besides inserting it
+            # No inserted value has control tokens. So take the text itself: the template may have altered the values.
+            parts = [text]
         found = [list(split_at_passages([part], self.registry, named)) for part in parts]
         if learn:
-            found = self._learn(found, True, lambda words: not controls(words))
+            found = self._learn(found, ends_with_question=True, is_allowed=lambda words: not controls(words))
         prompt: list[Segment] = []
         for number, pieces in enumerate(found):
             is_template = number % 2 == 0
@@ -223,7 +223,7 @@ class Backend:
     def _learn(
         self, prompt: Sequence[Sequence[Piece]], ends_with_question: bool, is_allowed: Callable[[str], bool]
     ) -> list[list[Piece]]:
-        """Turn text that recurs from earlier prompts into registered passages, where `is_allowed`."""
+        """Turn text that recurs from earlier prompts, and that `is_allowed`, into registered passages."""
         texts = [piece for pieces in prompt for piece in pieces if isinstance(piece, str)]
         recurring = iter(self.registry.recurring.recall(texts, ends_with_question))
         learned: list[str] = []
@@ -253,7 +253,7 @@ def placeholders(count: int) -> list[str]:
 
 def split_at_placeholders(filled: str, values: Sequence[T]) -> list[str | T]:
     """Split a template rendered with `placeholders`: its own text at even indices, the values at odd ones."""
-    numbers = "|".join(map(str, range(len(values)))) or "(?!)"
+    numbers = "|".join(map(str, range(len(values)))) or "(?!)"  # which matches nothing
     parts = re.split(f"\x00text ({numbers})\x00", filled)
     return [values[int(part)] if index % 2 else part for index, part in enumerate(parts)]
 
@@ -267,8 +267,8 @@ def usage(report: "Report") -> dict[str, int]:
 def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
     """Each token's log-probability, as in OpenAI's interface; None if not requested.
 
-    The end token and those of a stop string, which are no part of the text, are left out. bytes: those of a part of a
-    character too; None if the tokenizer does not say.
+    The end token and the tokens of a stop string are left out, because the text does not contain them. bytes: of a
+    token that is only part of a character, too; None if the tokenizer does not tell them.
     """
     if result.logprobs is None:
         return None
@@ -283,19 +283,19 @@ def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
 
     ids = [each.token_id for each in result.logprobs]
 
-    def has_text(count: int) -> bool:
+    def has_whole_text(count: int) -> bool:
         text: str = tokenizer.decode(ids[:count], skip_special_tokens=True)
         return text.startswith(result.text)
 
-    count = bisect_left(range(len(ids)), True, key=has_text) if result.stopped else len(ids)
+    count = bisect_left(range(len(ids)), True, key=has_whole_text) if result.stopped else len(ids)
     return [
-        entry(each.token_id, each.logprob) | {"top_logprobs": [entry(*likely) for likely in each.most_likely]}
+        entry(each.token_id, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.most_likely]}
         for each in result.logprobs[:count]
     ]
 
 
 def _bytes_of_part(tokenizer: Any, token_id: int) -> list[int] | None:
-    """The bytes of a token that is no whole text, in a vocabulary of bytes or of `<0x0A>`; None in any other."""
+    """The bytes of a token that is only part of a character; None if the vocabulary has neither bytes nor `<0x0A>`."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     text = str(tokenizer.convert_ids_to_tokens(token_id))

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result, Stream
 
 log = logging.getLogger("ragblend")
-_warned: set[tuple[Backend, str]] = set()  # of which reasons
+_logged: set[tuple[Backend, str]] = set()  # reasons that were already logged, by backend
 _MIN_CONTEXT_CHARS = 1000  # a shorter prompt (for a title, say) is not expected to hold passages
 # Reasons why nothing of a prompt is reused, with advice; each is logged once per backend (a model and a collection).
-REASONS = {
+NO_REUSE_REASONS = {
     "named": "the passages that this call names (passages=, nodes=, documents of a tool) are not in its prompt "
     "unchanged; name the texts as they are in the prompt",
     "changed": "passages were retrieved, and none of them is in this prompt unchanged: they were cut, or reformatted. "
@@ -46,8 +46,8 @@ ALIASES = {
     "stop_sequences": "stop",
     "request_timeout": "timeout",
 }
-# Options of hosted models that have no effect here, each with the values that are accepted.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+# Options of hosted models that this model does not have, with the values that are accepted because they change nothing.
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -71,19 +71,19 @@ def resolve_aliases(arguments: Mapping[str, Any], aliases: Mapping[str, str]) ->
     return result
 
 
-def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those that have no effect. Raises UsageError for a value that cannot be ignored."""
+def drop_neutral_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop options with a neutral value. Raises UsageError for another value of them."""
     for name, value in options.items():
-        if (accepted := NEUTRAL.get(name)) and value is not None and value not in accepted:
+        if (accepted := NEUTRAL_VALUES.get(name)) and value is not None and value not in accepted:
             raise UsageError(
-                f"{name}={value!r} cannot be done by this model; leave it out, or pass {accepted[0]!r}"
+                f"{name}={value!r} is not supported by this model; leave it out, or pass {accepted[0]!r}"
             )
-    return {name: value for name, value in options.items() if name not in NEUTRAL}
+    return {name: value for name, value in options.items() if name not in NEUTRAL_VALUES}
 
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options by the engine's names, without those that are None. Raises UsageError."""
-    resolved = resolve_aliases(without_neutral(options), ALIASES)
+    resolved = resolve_aliases(drop_neutral_options(options), ALIASES)
     resolved = {name: value for name, value in resolved.items() if value is not None}
     do_sample = resolved.pop("do_sample", None)
     if do_sample is False:  # transformers' name for temperature 0
@@ -120,14 +120,14 @@ class Call:
     def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *options: Mapping[str, Any]) -> Self:
         """A call with these options: the model's, then the request's; later ones override earlier ones.
 
-        Raises UsageError for an unknown option and a bad timeout. Prompts of method `full` are not learnt from, so that
-        they are tokenized as by any other model.
+        Raises UsageError for an unknown option and a bad timeout. Nothing is learned from prompts of method `full`, so
+        that they are tokenized as by any other model.
         """
         from ragblend.engine.config import DecodeOptions
 
         merged: dict[str, Any] = {}
-        for each in options:
-            merged |= engine_options(each)
+        for source in options:
+            merged |= engine_options(source)
         timeout = merged.pop("timeout", None)
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise UsageError(f"timeout must be a number of seconds above 0, not {timeout!r}")
@@ -151,7 +151,7 @@ class Call:
         return self._warn_without_passages(prompt, bool(self.named))
 
     def _warn_without_passages(self, prompt: "Prompt", is_named: bool) -> "Prompt":
-        """The prompt; logs, once per reason, why it has no passage although one was expected."""
+        """Return the prompt. If it has no passage although one was expected, log the reason, once per backend."""
         registry = self.backend.registry
         if prompt.chunks:
             registry.retrieved_chars = 0
@@ -164,10 +164,10 @@ class Call:
             "unknown": is_unknown,
         }
         reason = next((reason for reason, applies in expected.items() if applies), None)
-        if reason and (self.backend, reason) not in _warned and self.arguments.get("method") != "full":
-            _warned.add((self.backend, reason))
+        if reason and (self.backend, reason) not in _logged and self.arguments.get("method") != "full":
+            _logged.add((self.backend, reason))
             collection = self.backend.collection
-            log.warning("a prompt is read in full (collection %r): %s", collection, REASONS[reason])
+            log.warning("a prompt is read in full (collection %r): %s", collection, NO_REUSE_REASONS[reason])
         return prompt
 
     def parse(self, result: "Result") -> "ParsedAnswer":
@@ -222,21 +222,21 @@ class PreparedCall:
     def stream(self) -> Generator["str | Result", None, None]:
         """The pieces of text, then the result. Starts at once; closing or dropping it stops the device.
 
-        The timeout counts from when the first item is asked for.
+        The timeout starts when the first item is requested.
         """
         with self.errors():
             return self._pieces(self.call.backend.engine.stream(self.make_prompt(), **self.call.options()))
 
     async def agenerate(self) -> "Result":
         """The whole answer. Cancelling the task stops the device within one layer, and waits for that."""
-        *_, result = [item async for item in await self.astream(waits=True)]
+        *_, result = [item async for item in await self.astream(wait_on_close=True)]
         assert not isinstance(result, str), "the result is the last item"
         return result
 
-    async def astream(self, waits: bool = False) -> AsyncGenerator["str | Result", None]:
-        """As `stream`, but the device starts with the first item. waits: closing waits until the device stops."""
+    async def astream(self, wait_on_close: bool = False) -> AsyncGenerator["str | Result", None]:
+        """As `stream`, but the device starts with the first item. wait_on_close: wait until the device stops."""
         with self.errors():
-            return self._apieces(await in_thread(self.make_prompt), waits)
+            return self._apieces(await in_thread(self.make_prompt), wait_on_close)
 
     def _generate(self, prompt: "Prompt", cancel: Event, on_text: Callable[[str], None] | None) -> "Result":
         call = self.call
@@ -265,12 +265,12 @@ class PreparedCall:
                 yield shown
             yield result
 
-    async def _apieces(self, prompt: "Prompt", waits: bool) -> AsyncGenerator["str | Result", None]:
+    async def _apieces(self, prompt: "Prompt", wait_on_close: bool) -> AsyncGenerator["str | Result", None]:
         cancel, visible = Event(), _visible_text(self.call)
         work = partial(self._generate, prompt, cancel)
         try:
             with self.errors():
-                async with aclosing(iterate_in_thread(work, cancel.set if waits else None)) as items:
+                async with aclosing(iterate_in_thread(work, cancel.set if wait_on_close else None)) as items:
                     async for item in items:
                         if shown := visible(item):
                             yield shown
@@ -281,7 +281,7 @@ class PreparedCall:
 
 
 def _visible_text(call: Call) -> "Callable[[str | Result], str]":
-    """A function that gives the part of each piece to show: tool calls are not shown, but come with the result."""
+    """A function from a piece to the text of it to show: tool calls are not shown, but come with the result."""
     from ragblend.engine.prompts.tools import TextBeforeCalls
 
     if not call.answer_format.tools:
@@ -292,8 +292,9 @@ def _visible_text(call: Call) -> "Callable[[str | Result], str]":
 
 @contextmanager
 def _time_limit(seconds: float | None, stop: Callable[[], None]) -> Iterator[float]:
-    """Stop the block's work after that time by calling `stop`, and raise AnswerTimeout for its Cancelled. Yields the
-    deadline by `time.monotonic`.
+    """Call `stop` after that many seconds, and raise AnswerTimeout instead of the Cancelled that the block then raises.
+
+    Yields the deadline, by `time.monotonic`.
     """
     if seconds is None:
         yield math.inf
@@ -312,7 +313,7 @@ def _time_limit(seconds: float | None, stop: Callable[[], None]) -> Iterator[flo
     except Cancelled as error:
         if expired.is_set() or time.monotonic() >= deadline:
             raise AnswerTimeout(
-                f"no whole answer within timeout={seconds} seconds; allow more, or fewer max_tokens"
+                f"the answer was not finished within timeout={seconds} seconds; allow more, or fewer max_tokens"
             ) from error
         raise
     finally:

@@ -1,10 +1,10 @@
 """Erases leftovers of vectors that Chroma has deleted: `python chroma_sweep.py FOLDER COLLECTION_ID`.
 
 Chroma 1.5 keeps the vectors of a deleted collection in an orphaned folder, and in free pages of its SQLite file; and it
-continues deleting after it has returned. The files of a new graph have room for a hundred vectors, filled with the
-earlier content of the process's memory, such as ids and texts. This runs in its own process: Chroma brings a second
-SQLite, and two of them on one file in one process break each other's locks. The caller holds the writer lock, and no
-collection in the folder is being written.
+deletes in the background after the call has returned. The files of a new graph have room for a hundred vectors, filled
+with the earlier content of the process's memory, such as ids and texts. This runs in its own process: Chroma brings a
+second SQLite, and two of them on one file in one process break each other's locks. The caller holds the writer lock,
+and no collection in the folder is being written.
 """
 
 import re
@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 SEGMENT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-HEADER = struct.Struct("<i4Q")  # of a graph: version, 0, capacity, count, bytes of each
+HEADER = struct.Struct("<i4Q")  # of a graph: version, 0, capacity, count, bytes of each vector
 HEADER_VERSION = 1
 BUSY_SECONDS = 60.0
 # Log entries of deleted vectors, except the dummy ones that `erase` adds.
@@ -43,13 +43,13 @@ def sweep(folder: Path, collection: str) -> None:
         for statement in ORPHANS:
             sql.execute(statement)
         sql.execute("VACUUM")
-        named = {segment for (segment,) in sql.execute("SELECT id FROM segments")}
-    for each in folder.iterdir():
-        if SEGMENT.fullmatch(each.name):
-            if each.name in named:
-                blank_unused(each)
+        known_segments = {segment for (segment,) in sql.execute("SELECT id FROM segments")}
+    for entry in folder.iterdir():
+        if SEGMENT.fullmatch(entry.name):
+            if entry.name in known_segments:
+                blank_unused(entry)
             else:
-                shutil.rmtree(each)
+                shutil.rmtree(entry)
 
 
 def blank_unused(segment: Path) -> None:

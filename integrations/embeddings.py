@@ -18,15 +18,15 @@ Progress = Callable[[int, int], None]
 T = TypeVar("T")
 DEFAULT = "default"  # the bundled embedder's name in settings
 BUNDLED = "all-MiniLM-L6-v2"
-BATCH_WINDOWS = 64
-PASS_WINDOWS = 32  # in one forward pass
-WINDOW_TOKENS = 128  # of a window, for other models than the bundled one
-TERM_LETTERS, TERM_PIECES = 8, 4  # at least, of `Embedder.terms`
-SKETCH_WINDOWS = 3  # a sketch has every third window
+WINDOWS_PER_TURN = 64  # embedded before another thread may use the model
+WINDOWS_PER_PASS = 32
+WINDOW_TOKENS = 128  # for other models than the bundled one
+MIN_TERM_LETTERS, MIN_TERM_PIECES = 8, 4  # of a word that `Embedder.terms` returns
+SKETCH_STRIDE = 3  # a sketch has every third window
 Part = Literal["whole", "sketch", "rest"]
 """Which windows of a text: all, every third from the first on, or all others."""
-# Of models that need prefixes and do not name them in their own configuration, from their pages: by a part of the name,
-# that of questions and that of passages. The first part that fits counts.
+# Prefixes of questions and of passages, for models whose own configuration lacks them; from the models' pages. The key
+# is a part of a model's name; the first one that occurs in the name counts.
 PREFIXES = {
     "e5-mistral": ("Instruct: Given a question, retrieve passages that answer it\nQuery: ", ""),
     "e5-large-instruct": ("Instruct: Given a question, retrieve passages that answer it\nQuery: ", ""),
@@ -38,7 +38,7 @@ PREFIXES = {
 
 
 class _Model(Protocol):
-    """A loaded model. tokenizer: of the `tokenizers` package; window: the most tokens of a text that it is given."""
+    """A loaded model. tokenizer: of the `tokenizers` package; window: the most tokens of a text that `embed` takes."""
 
     tokenizer: Any
     window: int
@@ -56,11 +56,12 @@ class Embedder:
     six nearest passages held an answer for 22 of the 24 sample questions (with one vector, the mean of the windows: 18;
     with one vector of the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
 
-    model: `default` (Apache-2.0, 384 dimensions), a folder or hub id of sentence-transformers. device: of other models
+    model: `default` (Apache-2.0, 384 dimensions), a folder or hub id of sentence-transformers. device: for other models
     than the bundled one; None for the best. dtype: of the bundled one, `float32` or `bfloat16`; None for bfloat16 where
-    the processor supports it, in a third of the time.
-    cancel: checked while a call waits for the model and before each forward pass; raises Cancelled once it is set.
-    queue: for the model, which only one thread may use at a time because of its tokenizer.
+    the processor supports it, which takes a third of the time.
+
+    All methods raise Cancelled once their `cancel` is set, which is checked while they wait for the model and before
+    each forward pass. queue: of the model, which only one thread may use at a time because of its tokenizer.
     """
 
     def __init__(self, model: str = DEFAULT, device: str | None = None, dtype: str | None = None) -> None:
@@ -69,7 +70,7 @@ class Embedder:
         self._model: _Model | None = None
 
     def __reduce__(self) -> tuple[type["Embedder"], tuple[str, str | None, str | None]]:
-        """A copied or unpickled one is not loaded yet."""
+        """A copied or unpickled embedder is not loaded yet."""
         return Embedder, (self.model, self._device, self._dtype)
 
     @property
@@ -78,7 +79,7 @@ class Embedder:
 
     @property
     def dimensions(self) -> int:
-        """Of a vector. Loads the model."""
+        """The length of a vector. Loads the model."""
         with self.queue.turn() as turn:
             return self._load(turn).dimensions
 
@@ -88,15 +89,17 @@ class Embedder:
             self._load(turn)
 
     def terms(self, words: Iterable[str], cancel: Cancel | None = None) -> set[str]:
-        """Those of these words that its tokenizer cuts into TERM_PIECES or more, such as a medicine's name: it knows
-        common words whole.
+        """The words that the tokenizer splits into at least MIN_TERM_PIECES pieces, such as a medicine's name; common
+        words are in its vocabulary as a whole.
         """
-        long = [word for word in words if len(word) >= TERM_LETTERS and word.isascii() and word.isalpha()]
+        long = [word for word in words if len(word) >= MIN_TERM_LETTERS and word.isascii() and word.isalpha()]
         if not long:
             return set()
         with self.queue.turn(cancel) as turn:
             encode = self._load(turn).tokenizer.encode
-            return {word for word in long if len(encode(word, add_special_tokens=False).ids) >= TERM_PIECES}
+            return {
+                word for word in long if len(encode(word, add_special_tokens=False).ids) >= MIN_TERM_PIECES
+            }
 
     def embed_passages(
         self,
@@ -105,9 +108,9 @@ class Embedder:
         part: Part = "whole",
         cancel: Cancel | None = None,
     ) -> list[Embeddings]:
-        """For each text (W, E) float32, normalised, a row for each window; calls progress(texts done, all texts).
+        """For each text (W, E) float32, normalised, one vector per window; calls progress(texts done, all texts).
 
-        Safe for threads: a question is embedded between two batches, also of one long text.
+        Thread-safe: another thread's question is embedded between two batches, even of one long text.
         """
         return self._embed_texts(texts, progress, part, cancel, are_questions=False)
 
@@ -120,16 +123,18 @@ class Embedder:
         are_questions: bool,
     ) -> list[Embeddings]:
         vectors: list[list[Embeddings]] = [[] for _ in texts]
-        done, left = 0, None  # finished texts, and the remaining windows of a started one
+        done, remaining = 0, None  # finished texts, and the remaining windows of a started one
         while done < len(texts):
-            batch, room = list[tuple[int, list[str]]](), BATCH_WINDOWS
+            batch, room = list[tuple[int, list[str]]](), WINDOWS_PER_TURN
             with self.queue.turn(cancel) as turn:
                 model = self._load(turn)
                 while done < len(texts) and room > 0:
-                    left = chosen(_windows(model, texts[done]), part) if left is None else left
-                    batch.append((done, left[:room]))
-                    room, left = room - len(batch[-1][1]), left[room:] or None
-                    done += left is None
+                    if remaining is None:
+                        remaining = windows_of_part(_windows(model, texts[done]), part)
+                    taken, remaining = remaining[:room], remaining[room:] or None
+                    batch.append((done, taken))
+                    room -= len(taken)
+                    done += remaining is None
                 found = _embed_windows(model, [windows for _, windows in batch], turn, are_questions)
             for (number, _), of_text in zip(batch, found, strict=True):
                 vectors[number].append(of_text)
@@ -147,7 +152,7 @@ class Embedder:
         return [_mean(windows) for windows in self.embed_passages(texts, cancel=cancel)]
 
     def count_tokens(self, texts: Sequence[str], cancel: Cancel | None = None) -> int:
-        """Word pieces of all texts, without those that mark a text's ends."""
+        """The number of word pieces in all texts, without special tokens."""
         with self.queue.turn(cancel) as turn:
             encode = self._load(turn).tokenizer.encode
             return sum(len(encode(text, add_special_tokens=False).ids) for text in texts)
@@ -190,6 +195,7 @@ def _mean(windows: Embeddings) -> Embeddings:
 
 
 def _windows(model: _Model, text: str) -> list[str]:
+    """Split a text into as few windows as possible, of about the same length."""
     offsets = model.tokenizer.encode(text, add_special_tokens=False).offsets
     if len(offsets) <= model.window:
         return [text]
@@ -209,18 +215,19 @@ def _embed_windows(
     return np.split(model.embed(flat, turn, are_questions), edges[:-1])
 
 
-def chosen(windows: Sequence[T], part: Part) -> list[T]:
+def windows_of_part(windows: Sequence[T], part: Part) -> list[T]:
     """The windows that belong to that part, in order."""
     return [
-        w for n, w in enumerate(windows) if part == "whole" or (n % SKETCH_WINDOWS == 0) == (part == "sketch")
+        w for n, w in enumerate(windows) if part == "whole" or (n % SKETCH_STRIDE == 0) == (part == "sketch")
     ]
 
 
-def joined(sketch: Embeddings, rest: Embeddings) -> Embeddings:
+def merge_parts(sketch: Embeddings, rest: Embeddings) -> Embeddings:
     """Merge the vectors of both parts of a text in the order of its windows: (S, E) and (R, E) -> (S + R, E)."""
     total = len(sketch) + len(rest)
     whole = np.empty((total, sketch.shape[1]), dtype=sketch.dtype)
-    whole[chosen(range(total), "sketch")], whole[chosen(range(total), "rest")] = sketch, rest
+    whole[windows_of_part(range(total), "sketch")] = sketch
+    whole[windows_of_part(range(total), "rest")] = rest
     return whole
 
 
@@ -252,16 +259,17 @@ class _Bundled:
         encoded = self.tokenizer.encode_batch(list(texts))
         order = sorted(range(len(texts)), key=lambda at: len(encoded[at].ids))
         vectors = np.empty((len(texts), self.dimensions), dtype=np.float32)
-        for start in range(0, len(order), PASS_WINDOWS):
+        for start in range(0, len(order), WINDOWS_PER_PASS):
             turn.between_layers()
-            part = order[start : start + PASS_WINDOWS]  # of similar length, so that there is little padding
-            ids = [torch.tensor(encoded[at].ids) for at in part]
+            # Windows of similar length, so that there is little padding.
+            batch = order[start : start + WINDOWS_PER_PASS]
+            ids = [torch.tensor(encoded[at].ids) for at in batch]
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-            real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
             with torch.inference_mode():
-                hidden = self._bert(input_ids=padded, attention_mask=real).last_hidden_state.float()
-                mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-                vectors[part] = torch.nn.functional.normalize(mean).numpy()
+                hidden = self._bert(input_ids=padded, attention_mask=mask).last_hidden_state.float()
+                mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+                vectors[batch] = torch.nn.functional.normalize(mean).numpy()
         return vectors
 
 
@@ -280,7 +288,7 @@ def _load_bundled(dtype: str | None) -> _Bundled:
 
 
 class _SentenceTransformer:
-    """A model as its own folder describes it: prefixes, pooling, dense layers. No code of the folder is run."""
+    """A model as its own folder describes it: prefixes, pooling, dense layers. No code from the folder is run."""
 
     def __init__(self, folder: Path, name: str, device: str) -> None:
         from sentence_transformers import SentenceTransformer
@@ -294,27 +302,25 @@ class _SentenceTransformer:
                 {} if found is None else dict(zip(("query", "document"), found, strict=True))
             )
         tokenizer = self._model.tokenizer
-        self.tokenizer = copy.deepcopy(
-            getattr(tokenizer, "backend_tokenizer", tokenizer)
-        )  # its own truncates
+        # A copy, because the model's own tokenizer must truncate.
+        self.tokenizer = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", tokenizer))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        longest = max((len(each or "") for each in self._model.prompts.values()), default=0)
-        self.window = max(
-            16, min(WINDOW_TOKENS, (self._model.max_seq_length or WINDOW_TOKENS) - 4 - longest // 2)
-        )
-        self.dimensions = int(
-            self.embed(["Is this read?"], None, True).shape[1]
-        )  # fails now if it cannot run
+        prefix_chars = max((len(prefix or "") for prefix in self._model.prompts.values()), default=0)
+        # Leaves room for special tokens and for a prefix with two characters per token.
+        room_tokens = (self._model.max_seq_length or WINDOW_TOKENS) - 4 - prefix_chars // 2
+        self.window = max(16, min(WINDOW_TOKENS, room_tokens))
+        # A model that cannot run raises here instead of at first use.
+        self.dimensions = int(self.embed(["Is this read?"], None, True).shape[1])
 
     def embed(self, texts: Sequence[str], turn: DeviceTurn | None, are_questions: bool) -> Embeddings:
         encode = self._model.encode_query if are_questions else self._model.encode_document
         vectors = list[Embeddings]()
-        for start in range(0, len(texts), PASS_WINDOWS):
+        for start in range(0, len(texts), WINDOWS_PER_PASS):
             if turn is not None:
                 turn.between_layers()
-            part = list(texts[start : start + PASS_WINDOWS])
-            vectors.append(encode(part, normalize_embeddings=True, show_progress_bar=False))
+            batch = list(texts[start : start + WINDOWS_PER_PASS])
+            vectors.append(encode(batch, normalize_embeddings=True, show_progress_bar=False))
         return np.concatenate(vectors).astype(np.float32)
 
 
@@ -331,16 +337,17 @@ def _load_other(name: str, device: str | None) -> _SentenceTransformer:
     except Exception as error:  # whatever the library raises for a damaged file
         if isinstance(error, ModelError):
             raise
-        doing, advice = f"Loading the embedder in {folder}", "or `default` (`embedder` in the settings)"
+        doing, default = f"Loading the embedder in {folder}", "`default` (`embedder` in the settings)"
         if isinstance(error, ImportError):
             raise ModelNotFoundError(
                 f"{doing}: sentence-transformers is not installed, which every embedder but the bundled one needs. "
-                f"Install it with `pip install sentence-transformers`, {advice.replace('or ', 'or name ', 1)}."
+                f"Install it with `pip install sentence-transformers`, or name {default}."
             ) from error
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             raise DeviceError(
-                f"{doing}: there is too little memory. Name a smaller one, {advice}."
+                f"{doing}: there is too little memory. Name a smaller one, or {default}."
             ) from error
         raise CorruptModelError(
-            f"{doing}: it cannot be used ({type(error).__name__}: {error}). Fetch it again, name another one, {advice}."
+            f"{doing}: it cannot be used ({type(error).__name__}: {error}). Fetch it again, name another one, "
+            f"or {default}."
         ) from error

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ragblend.engine.config import server_url
 from ragblend.integrations.backend import Backend
-from ragblend.integrations.calls import Call, resolve_aliases, without_neutral
+from ragblend.integrations.calls import Call, drop_neutral_options, resolve_aliases
 from ragblend.integrations.passages import Passage
 
 log = logging.getLogger("ragblend")
@@ -20,10 +20,11 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "stop", "seed",
 )  # fmt: skip
+# Parameters that the arguments of a call override.
 PER_CALL = ("max_new_tokens", *SAMPLING, "method", "ratio")
-# Options of hosted models. They have no effect here, and a key must not be shown anywhere.
-FOR_SERVICES = ("base_url", "api_base", "max_retries")
-KEY = "api_key"  # openai_api_key, ...
+# Options of hosted models, which have no effect here. They are dropped; a key must not be shown anywhere.
+HOSTED_OPTIONS = ("base_url", "api_base", "max_retries")
+KEY_SUFFIX = "api_key"  # as in openai_api_key
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -44,9 +45,7 @@ class LiveModels:
             self.models[id(model)] = model
 
     def register(self, passages: Sequence[Passage]) -> None:
-        """Register retrieved passages once for every home and collection. Errors are logged, and do not stop the
-        retrieval.
-        """
+        """Register retrieved passages once for each home and collection. Errors are logged, not raised."""
         with self._lock:
             models = [model for model in self.models.values() if model.register_retrieved]
         for backend in {(model.home, model.collection): model.backend for model in models}.values():
@@ -76,23 +75,23 @@ class ModelParameters(BaseModel):
     home: str | None = None
     """Where stored KV lives; RAGBLEND_HOME, or the user's data folder, if None."""
     collection: str = "default"
-    """The namespace of passages inside the home."""
+    """The namespace of passages in the home."""
     device: str | None = None
     """cpu, cuda, mps; None for the best there is."""
     dtype: str | None = None
     """float32, bfloat16, float16; None for the fastest."""
     url: str | None = None
-    """Of the vLLM server that has the model, with `backend="vllm"`; None to load it here."""
+    """URL of the vLLM server that runs the model, with `backend="vllm"`; None: load the model in this process."""
     method: str | None = None
-    """How prompts are read: `probe-shift` (the default), `full`, `reuse`, ..."""
+    """The prefill method: `probe-shift` (the default), `full`, `reuse`, ..."""
     ratio: Share | Literal["auto"] | None = None
-    """The share of stored tokens to recompute; 0.25 if None; `auto`: what loading hides."""
+    """The share of stored tokens to recompute; 0.25 if None; `auto`: as many as take no longer than loading KV."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off."""
     top_k: int = Field(default=0, ge=0)
-    """Sample from so many tokens; 0 is off."""
+    """Sample from this number of most likely tokens; 0 is off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Drop tokens less likely than this share of the best one's probability; 0 is off."""
     repetition_penalty: float = Field(default=1.0, gt=0)
@@ -100,23 +99,23 @@ class ModelParameters(BaseModel):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Subtracted from the scores of tokens that the answer has; 0 is off."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """The same for each time that it has them."""
+    """Subtracted from the scores of tokens for each of their occurrences in the answer; 0 is off."""
     logit_bias: dict[int, float] | None = None
     """Added to the scores of these token ids."""
     stop: list[str] | None = None
     """Texts that end an answer."""
     seed: int | None = None
-    """Of the sampling; None for another one each time."""
+    """Seed of the sampling; None for another one each time."""
     logprobs: bool = False
     """Whether answers include their tokens' log-probabilities."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    """For how many of the most likely tokens they are included as well."""
+    """How many of the most likely alternatives are included for each token."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds after which an answer is cancelled."""
     register_retrieved: bool = True
-    """Whether what the framework's own retrievers find in this process is registered with this model."""
+    """Whether passages found by the framework's retrievers in this process are registered with this model."""
     learn_from_prompts: bool = True
-    """Whether text that recurs in a second prompt becomes a passage, whoever put it there."""
+    """Whether text that recurs in a second prompt becomes a passage."""
 
     @model_validator(mode="before")
     @classmethod
@@ -127,9 +126,9 @@ class ModelParameters(BaseModel):
         given = {
             name: value
             for name, value in values.items()
-            if value is not None and name not in FOR_SERVICES and not name.endswith(KEY)
+            if value is not None and name not in HOSTED_OPTIONS and not name.endswith(KEY_SUFFIX)
         }
-        given = resolve_aliases(without_neutral(given), cls.aliases)
+        given = resolve_aliases(drop_neutral_options(given), cls.aliases)
         given["url"] = server_url(given.pop("backend", None), given.get("url"))
         unknown = {name: given.pop(name) for name in list(given) if name not in cls.model_fields}
         return cls._handle_unknown(given, unknown) if unknown else given
@@ -166,10 +165,10 @@ class ModelParameters(BaseModel):
         return options
 
     @model_validator(mode="after")
-    def _validated(self) -> Self:
-        return self._tracked()
+    def _track_after_validation(self) -> Self:
+        return self._track()
 
-    def _tracked(self) -> Self:
+    def _track(self) -> Self:
         self.live_models.add(self)
         return self
 
@@ -177,13 +176,13 @@ class ModelParameters(BaseModel):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self._tracked()
+        self._track()
 
     def __copy__(self) -> Self:
-        return super().__copy__()._tracked()
+        return super().__copy__()._track()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return super().__deepcopy__(memo)._tracked()
+        return super().__deepcopy__(memo)._track()
 
     @property
     def model_name(self) -> str:
@@ -197,7 +196,7 @@ class ModelParameters(BaseModel):
     def _call(
         self, passages: Sequence[Passage], more: Mapping[str, Any], arguments: Mapping[str, Any]
     ) -> Call:
-        """The fields, overridden by `more` options, overridden by the call's arguments. Raises UsageError."""
+        """A call with the fields as options; `more` overrides them, `arguments` override both. Raises UsageError."""
         fields = {name: getattr(self, name) for name in (*PER_CALL, "timeout", "logprobs")}
         if self.logprobs:
             fields["top_logprobs"] = self.top_logprobs

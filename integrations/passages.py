@@ -14,16 +14,16 @@ from typing import ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
 from ragblend.integrations.recurring import RecurringText
-from ragblend.integrations.text_index import MINIMUM, TextHashes, TextIndex, hash_texts
+from ragblend.integrations.text_index import MIN_TEXT_CHARS, TextHashes, TextIndex, hash_texts
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.nodes import NodeIndex, Print
 from ragblend.kvstore.sqlite import DamagedFileError
 
 log = logging.getLogger(__name__)
 FILE_NAME = "nodes.sqlite"
-LEARNED_PREFIX = "seen-"  # prefix of node ids of learnt passages
+LEARNED_PREFIX = "seen-"  # of the node ids of learned passages
 MAX_LEARNED = 10_000
-_STALE = 1000  # limit of removed texts in memory, in addition to the number of texts
+_MAX_STALE = 1000  # how many removed texts the index in memory may hold, besides as many as are registered
 T = TypeVar("T")
 
 
@@ -45,20 +45,20 @@ class PassageSpan:
 
 
 class _SharedNodeIndex:
-    """A home's node index, shared by the registries of its collections, and open while one of them exists."""
+    """A home's node index, shared by the registries of its collections, and open while one of them uses it."""
 
-    _open: ClassVar[WeakValueDictionary[Path, "_SharedNodeIndex"]] = WeakValueDictionary()
-    _opening: ClassVar[threading.Lock] = threading.Lock()
+    _instances: ClassVar[WeakValueDictionary[Path, "_SharedNodeIndex"]] = WeakValueDictionary()
+    _open_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: Path) -> None:
         self.nodes = NodeIndex.open(path)
 
     @classmethod
     def open(cls, path: Path) -> "_SharedNodeIndex":
-        with cls._opening:
-            if (file := cls._open.get(path)) is None:
-                file = cls._open[path] = cls(path)
-            return file
+        with cls._open_lock:
+            if (shared := cls._instances.get(path)) is None:
+                shared = cls._instances[path] = cls(path)
+            return shared
 
     def __del__(self) -> None:
         if hasattr(self, "nodes"):  # it was opened
@@ -71,8 +71,8 @@ class PassageRegistry:
     retrieved_chars: length of the shortest passage retrieved since the last prompt with a passage; 0 for none.
     """
 
-    _open: ClassVar[dict[tuple[Path, str], "PassageRegistry"]] = {}
-    _opening: ClassVar[threading.Lock] = threading.Lock()
+    _instances: ClassVar[dict[tuple[Path, str], "PassageRegistry"]] = {}
+    _open_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: Path, collection: str) -> None:
         self.path, self.collection = path, collection
@@ -81,17 +81,17 @@ class PassageRegistry:
         self.recurring = RecurringText()
         self.retrieved_chars = 0
         self._is_dropped = False
-        self._learned: dict[str, None] | None = None  # node ids in the file, the last used at the end
+        self._learned: dict[str, None] | None = None  # node ids in the file, the most recently used last
         self._clear_index()
 
     @classmethod
     def open(cls, home: Path, collection: str = "default") -> "PassageRegistry":
         """The registry of a home's collection; one object per process."""
         key = (home.resolve(), collection)
-        with cls._opening:
-            if key not in cls._open:
-                cls._open[key] = cls(key[0] / FILE_NAME, collection)
-            return cls._open[key]
+        with cls._open_lock:
+            if key not in cls._instances:
+                cls._instances[key] = cls(key[0] / FILE_NAME, collection)
+            return cls._instances[key]
 
     @classmethod
     def drop(cls, home: Path, collection: str) -> None:
@@ -99,8 +99,8 @@ class PassageRegistry:
 
         Running prompts add nothing to the dropped registry either.
         """
-        with cls._opening:
-            dropped = cls._open.pop((home.resolve(), collection), None)
+        with cls._open_lock:
+            dropped = cls._instances.pop((home.resolve(), collection), None)
         if dropped is not None:
             with dropped._lock:
                 dropped._is_dropped = True
@@ -132,7 +132,7 @@ class PassageRegistry:
 
     def _mark_used(self, node_ids: Iterable[str | None]) -> None:
         if self._learned is None:
-            self._learned = dict.fromkeys(self.named(LEARNED_PREFIX))
+            self._learned = dict.fromkeys(self.node_ids_with_prefix(LEARNED_PREFIX))
         for node_id in node_ids:
             if node_id is not None and node_id.startswith(LEARNED_PREFIX):
                 self._learned.pop(node_id, None)
@@ -143,7 +143,7 @@ class PassageRegistry:
         removed = list(node_ids)
         return self._run(lambda nodes: nodes.unregister(self.collection, removed))
 
-    def named(self, prefix: str) -> list[str]:
+    def node_ids_with_prefix(self, prefix: str) -> list[str]:
         """The node ids that begin with `prefix`."""
         return self._run(lambda nodes: nodes.named(self.collection, prefix))
 
@@ -153,7 +153,7 @@ class PassageRegistry:
         Of several node ids with one text the smallest is taken. A damaged file is logged, and nothing is found: a
         question must not fail because of it.
         """
-        if len(text) < MINIMUM:
+        if len(text) < MIN_TEXT_CHARS:
             return []
         try:
             return self._run(lambda nodes: self._find(nodes, text))
@@ -194,7 +194,7 @@ class PassageRegistry:
         return found
 
     def _clear_index(self) -> None:
-        self._index, self._last_id, self._indexed = TextIndex(), 0, 0
+        self._index, self._last_id, self._indexed_count = TextIndex(), 0, 0
         self._version = -1, -1, 0
 
     def _refresh(self, nodes: NodeIndex) -> None:
@@ -202,19 +202,22 @@ class PassageRegistry:
         version = nodes.changes()
         if version == self._version:
             return
-        is_stale = self._indexed > _STALE and self._indexed > 2 * nodes.registered(self.collection) + _STALE
+        is_stale = (
+            self._indexed_count > _MAX_STALE
+            and self._indexed_count > 2 * nodes.registered(self.collection) + _MAX_STALE
+        )
         if is_stale or version[0] != self._version[0]:
             self._clear_index()
         added = nodes.registered_since(self.collection, self._last_id)
         self._index.add([TextHashes(*row[1:]) for row in added])
-        self._indexed += len(added)
+        self._indexed_count += len(added)
         self._last_id = added[-1][0] if added else self._last_id
         self._version = version
 
 
 def _prints(texts: dict[str, str]) -> dict[str, Print | None]:
     """The hashes to store for each node id; None for a text too short to be looked for."""
-    long = {node_id: text for node_id, text in texts.items() if len(text) >= MINIMUM}
+    long = {node_id: text for node_id, text in texts.items() if len(text) >= MIN_TEXT_CHARS}
     found = dict(zip(long, hash_texts(long.values()), strict=True))
     return {
         node_id: Print(*found[node_id], _proof(node_id, text)) if node_id in found else None

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from ragblend.engine.prompts.segments import Chunk, Literal, Segment
 from ragblend.integrations.passages import Passage, PassageRegistry, PassageSpan
-from ragblend.integrations.text_index import MINIMUM, TextIndex, hash_texts
+from ragblend.integrations.text_index import MIN_TEXT_CHARS, TextIndex, hash_texts
 
 Piece = str | Passage
 """Text, or a passage that the framework named explicitly (a content block with an id)."""
@@ -25,8 +25,8 @@ def split_at_passages(
 ) -> Iterator[Piece]:
     """Split texts so that every passage in them is a piece of its own; concatenated, the pieces are the same.
 
-    Adjacent texts are one text, in which `named` passages are looked for first, the longest first, and registered ones
-    in the rest. Named passages of fewer than 16 characters are ignored: they would be found inside words.
+    Adjacent texts are joined. `named` passages are looked for first, the longest first, and registered ones in the
+    remaining text. Named passages of fewer than 16 characters are ignored: they would be found inside words.
     """
     for is_text, group in groupby(pieces, key=lambda piece: isinstance(piece, str)):
         if not is_text:
@@ -42,7 +42,7 @@ def split_at_passages(
 
 def _named_spans(text: str, named: Sequence[Passage]) -> list[PassageSpan]:
     """Spans of named passages in the text; of two with the same text the first gives its node id."""
-    by_text = {passage.text: passage for passage in reversed(named) if len(passage.text) >= MINIMUM}
+    by_text = {passage.text: passage for passage in reversed(named) if len(passage.text) >= MIN_TEXT_CHARS}
     index = TextIndex()
     index.add(hash_texts(by_text))
     found = index.find(text, lambda _, start, stop: by_text.get(text[start:stop]))

@@ -16,8 +16,8 @@ def in_stages(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the ids nearest to vector (D,) among the clusters searched so far, best first, after each stage.
 
-    The last are those of `index.search`; fewer than top_k where there are fewer. index: a `faiss.IndexIVF`, which
-    probes `nprobe` clusters.
+    The last ids equal those of `index.search`; there are fewer than top_k if the clusters hold fewer.
+    index: a `faiss.IndexIVF`, which probes `nprobe` clusters.
     """
     import faiss
 

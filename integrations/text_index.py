@@ -1,6 +1,6 @@
-"""Finds known texts inside a prompt by hashes alone: of their first characters, then by length, then of the whole.
+"""Finds known texts inside a prompt by hashes: of their first characters, then of the whole text. No text is kept.
 
-Exact, longest first; numpy throughout, and no text is kept.
+Longest texts first; numpy throughout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,20 +11,20 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-MINIMUM = 16  # characters: shorter texts would be found everywhere, and are not worth reusing
+MIN_TEXT_CHARS = 16  # shorter texts would be found everywhere, and are not worth reusing
 Keys = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 _PRIME = (1 << 31) - 1  # products of two residues, and sums of 2**32 of them, fit in 64 bits
 _BASES = (1_254_311_693, 1_897_660_021)
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # spreads the length over the key
 _SMALLEST_TABLE = 1 << 16
-_BATCH = 1 << 18  # characters, or candidates, hashed together
-_MAX_CANDIDATES = 1 << 23  # checked at most per prompt, about a second: only adversarial texts have more
+_BATCH = 1 << 18  # characters or candidates that are hashed together
+_MAX_CANDIDATES = 1 << 23  # per prompt, which takes about a second: only adversarial texts have more
 T = TypeVar("T")
 
 
 class TextHashes(NamedTuple):
-    """A text's keys: of its first MINIMUM characters (head) and of all `length` of them (whole)."""
+    """A text's keys: of its first MIN_TEXT_CHARS characters (head) and of all `length` of them (whole)."""
 
     head: int
     length: int
@@ -32,7 +32,7 @@ class TextHashes(NamedTuple):
 
 
 class HashedText:
-    """A string, hashed so that any substring's key costs the same.
+    """A string, hashed so that the key of any substring takes the same time.
 
     Polynomial hashes over code points modulo a prime, in two bases, and the length: 62 bits. Modulo 2**64, which numpy
     computes for free, the Thue-Morse word collides with its own complement. Two texts may still have the same key, so
@@ -77,13 +77,13 @@ def _power_table(base: int, count: int) -> Keys:
 
 
 def hash_texts(texts: Iterable[str]) -> list[TextHashes]:
-    """The hashes of each text, for `TextIndex.add`; each must have at least MINIMUM characters."""
+    """The hashes of each text, for `TextIndex.add`; each must have at least MIN_TEXT_CHARS characters."""
     found: list[TextHashes] = []
     for batch in _batches(texts):
         lengths = np.array([len(text) for text in batch])
-        assert lengths.min() >= MINIMUM
+        assert lengths.min() >= MIN_TEXT_CHARS
         starts, hashed = np.cumsum(lengths) - lengths, HashedText("".join(batch))
-        heads, wholes = hashed.keys(starts, np.array(MINIMUM)), hashed.keys(starts, lengths)
+        heads, wholes = hashed.keys(starts, np.array(MIN_TEXT_CHARS)), hashed.keys(starts, lengths)
         found += map(TextHashes, heads.tolist(), lengths.tolist(), wholes.tolist())
     return found
 
@@ -105,7 +105,7 @@ class TextIndex:
     """The hashes of many texts, at most 24 bytes a text. Not safe for threads."""
 
     def __init__(self) -> None:
-        # Sorted; a row for each pair of a head and a length.
+        # Sorted; one entry for each pair of a head and a length. `_wholes` is sorted by itself.
         self._heads: Keys = np.zeros(0, dtype=np.uint64)
         self._lengths: Numbers = np.zeros(0, dtype=np.int64)
         self._wholes: Keys = self._heads
@@ -129,7 +129,7 @@ class TextIndex:
         The longest is chosen first, of equally long ones the earliest. `confirm(whole, start, stop)` decides whether
         text[start:stop] is the text with that hash; once it returns None, that hash is not tried again.
         """
-        if len(text) < MINIMUM or not len(self._heads):
+        if len(text) < MIN_TEXT_CHARS or not len(self._heads):
             return []
         prompt, free = HashedText(text), np.ones(len(text), dtype=bool)
         taken: list[tuple[int, int, T]] = []
@@ -139,7 +139,7 @@ class TextIndex:
             hit = np.flatnonzero(_is_in(keys, self._wholes))
             hit = hit[np.lexsort((starts[hit], -lengths[hit]))]
             for start, length, key in zip(
-                *(each[hit].tolist() for each in (starts, lengths, keys)), strict=True
+                *(column[hit].tolist() for column in (starts, lengths, keys)), strict=True
             ):
                 stop = start + length
                 # Spans taken before are at least as long, so none can lie between these two.
@@ -154,31 +154,36 @@ class TextIndex:
 
     def _candidates(self, prompt: HashedText, free: NDArray[np.bool_]) -> Iterator[tuple[Numbers, Numbers]]:
         """Candidates with a known head and length, as (starts, lengths), the longest first, in batches."""
-        heads = prompt.keys(np.arange(prompt.size - MINIMUM + 1), np.array(MINIMUM))
+        heads = prompt.keys(np.arange(prompt.size - MIN_TEXT_CHARS + 1), np.array(MIN_TEXT_CHARS))
         starts = np.flatnonzero(_is_in(heads, self._heads))
-        starts = starts[np.argsort(heads[starts], kind="stable")]
-        rows = np.flatnonzero(_is_in(self._heads, heads[starts]))
-        rows = rows[np.argsort(-self._lengths[rows], kind="stable")]
-        lengths = self._lengths[rows]
-        first = heads[starts].searchsorted(self._heads[rows])
-        counts = heads[starts].searchsorted(self._heads[rows], side="right") - first
+        starts = starts[np.argsort(heads[starts], kind="stable")]  # places with a known head, by head
+        entries = np.flatnonzero(_is_in(self._heads, heads[starts]))
+        entries = entries[
+            np.argsort(-self._lengths[entries], kind="stable")
+        ]  # those with such a head, longest first
+        lengths = self._lengths[entries]
+        # The places of each entry's head are starts[first : first + count].
+        first = heads[starts].searchsorted(self._heads[entries])
+        counts = heads[starts].searchsorted(self._heads[entries], side="right") - first
+        # Batches of entries end between two lengths, so that a batch has only shorter candidates than the one before.
         before = np.cumsum(counts) - counts
         new_length = np.flatnonzero(np.diff(lengths, prepend=-1))
         batch = before[new_length] // _BATCH
-        edges = [*new_length[np.flatnonzero(np.diff(batch, prepend=-1))].tolist(), len(rows)]
+        edges = [*new_length[np.flatnonzero(np.diff(batch, prepend=-1))].tolist(), len(entries)]
         for low, high in pairwise(edges):
             if before[low] > _MAX_CANDIDATES:
                 return
             count = counts[low:high]
             at = np.repeat(first[low:high] - (np.cumsum(count) - count), count) + np.arange(count.sum())
-            begins, long = starts[at], np.repeat(lengths[low:high], count)
-            fits = begins + long <= prompt.size
-            begins, long = begins[fits], long[fits]
-            open_ = free[begins] & free[begins + long - 1]
-            yield begins[open_], long[open_]
+            begins, sizes = starts[at], np.repeat(lengths[low:high], count)
+            fits = begins + sizes <= prompt.size
+            begins, sizes = begins[fits], sizes[fits]
+            is_free = free[begins] & free[begins + sizes - 1]
+            yield begins[is_free], sizes[is_free]
 
 
 def _is_in(keys: Keys, ordered: Keys) -> NDArray[np.bool_]:
+    """Which keys are in the sorted array."""
     if not len(ordered):
         return np.zeros(keys.shape, dtype=bool)
     at = np.minimum(ordered.searchsorted(keys), len(ordered) - 1)

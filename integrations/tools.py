@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from ragblend.engine.interface import EngineInterface
     from ragblend.engine.prompts.tools import Tool
 
-ANY = ("any", "required", True)
-AUTO = ("auto", False)
+FORCING_CHOICES = ("any", "required", True)
+FREE_CHOICES = ("auto", False)
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
     """Which tools may be called and which schema the answer has.
 
-    is_forced: a tool must be called; is_parallel: several may be. schema: of an answer in JSON.
+    is_forced: a tool must be called; is_parallel: several may be. schema: of a JSON answer.
     """
 
     tools: "tuple[Tool, ...]" = ()
@@ -50,15 +50,17 @@ class AnswerFormat:
             chosen = [{"type": "function", "function": function} for function in names.values()]
         if isinstance(choice, Mapping):
             choice = _choice_as_word(choice)
-        is_forced = choice is not None and choice not in AUTO
+        is_forced = choice is not None and choice not in FREE_CHOICES
         if choice == "none":
             chosen, is_forced = [], False
-        elif is_forced and choice not in ANY:
+        elif is_forced and choice not in FORCING_CHOICES:
             if not isinstance(choice, str) or choice not in names:
-                raise UsageError(f"tool_choice names {choice!r}; there are {', '.join(names) or 'no tools'}")
+                raise UsageError(
+                    f"tool_choice names {choice!r}, which is no tool; the tools are: {', '.join(names) or 'none'}"
+                )
             chosen = [{"type": "function", "function": names[choice]}]
         elif is_forced and not chosen:
-            raise UsageError(f"tool_choice={choice!r} wants a call, and there are no tools")
+            raise UsageError(f"tool_choice={choice!r} requires a tool call, but there are no tools")
         check_tools(chosen)
         if schema is not None:
             json_grammar(schema)
@@ -80,14 +82,16 @@ class AnswerFormat:
 
 def _allowed_tools(names: "Mapping[str, Tool]", choice: Mapping[str, Any]) -> "tuple[dict[str, Tool], Any]":
     """The allowed ones of these tools, and the mode. Raises UsageError for an unknown tool."""
-    found = choice.get("allowed_tools", choice)  # nested in a chat, and not in `/v1/responses`
+    found = choice.get("allowed_tools", choice)  # nested in a chat request, but not in `/v1/responses`
     listed = found.get("tools") if isinstance(found, Mapping) else None
     if not isinstance(listed, list) or not listed:
         raise UsageError(f"tool_choice={choice!r:.200} lists no allowed tools")
     wanted = [_choice_as_word(each) if isinstance(each, Mapping) else each for each in listed]
     for name in wanted:
         if not isinstance(name, str) or name not in names:
-            raise UsageError(f"tool_choice allows {name!r:.100}; there are {', '.join(names) or 'no tools'}")
+            raise UsageError(
+                f"tool_choice allows {name!r:.100}, which is no tool; the tools are: {', '.join(names) or 'none'}"
+            )
     return {name: names[name] for name in wanted}, found.get("mode", "auto")
 
 
@@ -96,10 +100,10 @@ def _choice_as_word(choice: Mapping[str, Any]) -> Any:
     function = choice.get("function", choice)
     if isinstance(function, Mapping) and function.get("name") is not None:
         return function["name"]
-    if (kind := choice.get("type")) in (*ANY, *AUTO, "none"):
+    if (kind := choice.get("type")) in (*FORCING_CHOICES, *FREE_CHOICES, "none"):
         return kind
     raise UsageError(
-        f"tool_choice={choice!r:.200} names no tool, and no type of auto, none, any and required"
+        f"tool_choice={choice!r:.200} names neither a tool nor a type (auto, none, any or required)"
     )
 
 

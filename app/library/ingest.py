@@ -32,7 +32,7 @@ from ragblend.app.library.switching import choose_embedder, embed_anew
 from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
-from ragblend.integrations.embeddings import Part, joined
+from ragblend.integrations.embeddings import Part, merge_parts
 from ragblend.integrations.passages import Passage as Known
 from ragblend.kvstore.errors import (
     Cancelled,
@@ -155,7 +155,7 @@ def _embed_rest(workspace: Workspace, document: Document, meter: ProgressCounter
     with workspace.workspaces.writing():
         if library.documents_with([document.id]).get(document.id) != document:
             return  # deleted or ingested again meanwhile
-        rows = [joined(*both) for both in zip(sketches, rest, strict=True)]
+        rows = [merge_parts(*both) for both in zip(sketches, rest, strict=True)]
         workspace.index.upsert(nodes, rows)  # first: if we are killed after it, it is done again
         recipe = document.recipe.removesuffix(SKETCHED)
         library.replace_passages(document.id, document.facts, recipe, passages, rows, document.notes)

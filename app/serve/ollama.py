@@ -289,7 +289,7 @@ async def show(request: Request, body: ShowBody) -> Response:
 
     def described() -> Json:
         backend = service.backend(client_of(request))
-        can = ["completion", "tools"] if backend.calls_tools else ["completion"]
+        can = ["completion", "tools"] if backend.supports_tools else ["completion"]
         window = backend.engine.context_window
         info = {"general.architecture": "ragblend", "ragblend.context_length": window}
         return about | {"capabilities": can, "model_info": info}

@@ -1,4 +1,4 @@
-"""RAGBlendLLM: LangChain's text model on RAGBlend's engine. The prompt goes in as it is, without a chat template."""
+"""RAGBlendLLM: LangChain's text model on RAGBlend's engine. The prompt is used unchanged, without a chat template."""
 
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
 
-class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stream` names its first argument otherwise
+class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stream` names arguments differently
     """A text model that reuses the KV of your documents.
 
     Documents are found in a prompt by their text, and by `passages=` in the call. For chat models use `ChatRAGBlend`,
@@ -37,7 +37,7 @@ class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stre
     async def _agenerate(
         self, prompts: list[str], stop: Stop = None, run_manager: Any = None, **kwargs: Any
     ) -> LLMResult:
-        """One prompt after the other, because there is one device; the first cancelled one ends them all."""
+        """One prompt after the other, because there is one device. Cancelling one cancels all."""
         call = self._call_with(stop, kwargs)
         return _llm_result(
             [await self._aresult(_prepared(call, each), run_manager) for each in prompts], call
@@ -52,15 +52,15 @@ class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stre
         return prepared.generate(report if self.streaming and run_manager is not None else None)
 
     async def _aresult(self, prepared: PreparedCall, run_manager: Any) -> "Result":
-        async with aclosing(await prepared.astream(waits=True)) as items:
+        async with aclosing(await prepared.astream(wait_on_close=True)) as items:
             async for item in items:
                 if isinstance(item, str) and self.streaming and run_manager is not None:
                     await run_manager.on_llm_new_token(item, chunk=GenerationChunk(text=item))
         assert not isinstance(item, str), "the result is the last item"
         return item
 
-    def _prepare(self, asked: str, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
-        return _prepared(self._call_with(stop, arguments), asked)
+    def _prepare(self, model_input: str, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
+        return _prepared(self._call_with(stop, arguments), model_input)
 
     @staticmethod
     def _chunk(item: "str | Result", call: Call) -> GenerationChunk:

@@ -53,7 +53,7 @@ from ragblend.integrations.llama_index.messages import (
     turns_of,
 )
 from ragblend.integrations.llama_index.nodes import (
-    ALTERNATIVE,
+    ALTERNATIVE_MARK,
     Nodes,
     alternative_passages_of,
     named_passages,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # imports torch
 
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 Raw = dict[str, Any]
-# (text so far, new text, and with the last one the details of the answer)
+# Arguments: the text so far; the new text; the answer's details, with the last one.
 Respond = Callable[[str, str | None, "AnswerDetails | None"], Response]
 
 
@@ -80,7 +80,7 @@ class AnswerDetails:
     """Fields of a response about the whole answer, besides its text."""
 
     raw: Raw
-    said: "ParsedAnswer"
+    parsed: "ParsedAnswer"
     logprobs: list[list[LogProb]] | None
 
 
@@ -101,11 +101,11 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     max_new_tokens: int = Field(default=256, gt=0)
     """The most tokens of an answer."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More options of decoding."""
+    """More options of the engine, by its own names."""
     context_window: int | None = Field(default=None, gt=0)
     """Tokens; None for the model's own window."""
     is_chat_model: bool | None = None
-    """None: whether the tokenizer has a chat template."""
+    """None: True if the tokenizer has a chat template."""
     _last_stats: Raw | None = PrivateAttr(default=None)
 
     @classmethod
@@ -116,7 +116,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         raise UsageError(f"{cls.__name__} has no parameter {name!r}{hint}")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "RAGBlendLLM":
-        """LlamaIndex copies components at will, callbacks and all."""
+        """A shallow copy: LlamaIndex deep-copies components, which would also copy their callbacks."""
         return self.model_copy()
 
     @classmethod
@@ -131,13 +131,15 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         return LLMMetadata(
             context_window=self.context_window or self.backend.engine.context_window,
             num_output=self.max_new_tokens,
-            is_chat_model=self._chats,
-            is_function_calling_model=self._chats and self._own_prompt is None and self.backend.calls_tools,
+            is_chat_model=self._is_chat,
+            is_function_calling_model=self._is_chat
+            and self._own_prompt is None
+            and self.backend.supports_tools,
             model_name=self.model,
         )
 
     @property
-    def _chats(self) -> bool:
+    def _is_chat(self) -> bool:
         if self.is_chat_model is not None:
             return self.is_chat_model
         return self.backend.engine.tokenizer.chat_template is not None
@@ -182,8 +184,8 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     def forget(self, node_ids: list[str]) -> int:
         """Unregister deleted nodes, and delete the KV that no other node shares."""
-        named = self.backend.registry.named
-        alternatives = (each for node_id in node_ids for each in named(node_id + ALTERNATIVE))
+        find = self.backend.registry.node_ids_with_prefix
+        alternatives = (found for node_id in node_ids for found in find(node_id + ALTERNATIVE_MARK))
         return self.backend.forget([*node_ids, *alternatives])
 
     # --- chat
@@ -248,21 +250,21 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._answer(self._prepare_completion(prompt, formatted, kwargs), _completion)
+        return self._answer(self._prepare_completion(prompt, formatted, kwargs), _completion_response)
 
     @closing_with(llm_completion_callback())
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        return self._stream(self._prepare_completion(prompt, formatted, kwargs), _completion)
+        return self._stream(self._prepare_completion(prompt, formatted, kwargs), _completion_response)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return await self._aanswer(self._prepare_completion(prompt, formatted, kwargs), _completion)
+        return await self._aanswer(self._prepare_completion(prompt, formatted, kwargs), _completion_response)
 
     @closing_with(llm_completion_callback())
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        return await self._astream(self._prepare_completion(prompt, formatted, kwargs), _completion)
+        return await self._astream(self._prepare_completion(prompt, formatted, kwargs), _completion_response)
 
     # --- prompts
 
@@ -272,7 +274,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         return FilledMessages(super()._get_messages(prompt, **prompt_args), passages)
 
     def _extend_messages(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        """Called by programs, which fill their templates themselves."""
+        """Extends LlamaIndex's own, which programs call after they filled their templates themselves."""
         return FilledMessages(super()._extend_messages(messages), ())
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
@@ -288,11 +290,11 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         passages = messages.passages if isinstance(messages, FilledMessages) else None
         errors = partial(llama_index_errors, passages is not None)
         with errors():
-            call = self._call_naming(passages, kwargs)
+            call = self._call_with_passages(passages, kwargs)
             return PreparedCall(call, partial(self._chat_prompt, call, messages, turns_of(messages)), errors)
 
     def _chat_prompt(self, call: Call, messages: Sequence[ChatMessage], turns: list[ChatTurn]) -> Prompt:
-        """By the user's `messages_to_prompt` if there is one, else by the model's chat template."""
+        """The prompt by the user's `messages_to_prompt` if there is one, else by the model's chat template."""
         own_prompt = self._own_prompt
         if own_prompt is None:
             return call.chat_prompt(turns)
@@ -310,7 +312,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     def _prepare_completion(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> PreparedCall:
         passages = prompt.passages if isinstance(prompt, FilledText) else None
-        call = self._call_naming(passages, kwargs)
+        call = self._call_with_passages(passages, kwargs)
         errors = partial(llama_index_errors, passages is not None)
         return PreparedCall(call, partial(self._text_prompt, call, prompt, formatted), errors)
 
@@ -319,13 +321,13 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         if formatted:
             return call.text_prompt(text, text.parts if isinstance(text, FilledText) else ())
         given = self.completion_to_prompt
-        own = None if given is default_completion_to_prompt else given
-        if own is None and self._chats:
+        own_prompt = None if given is default_completion_to_prompt else given
+        if own_prompt is None and self._is_chat:
             return call.chat_prompt(turns_of(self._extend_messages([ChatMessage(text)])))
-        fill = own or self._extend_prompt
+        fill = own_prompt or self._extend_prompt
         return call.text_prompt(fill(text), split_at_placeholders(fill(*placeholders(1)), [text]))
 
-    def _call_naming(self, passages: Any, kwargs: dict[str, Any]) -> Call:
+    def _call_with_passages(self, passages: Any, kwargs: dict[str, Any]) -> Call:
         arguments = dict(kwargs)
         named = named_passages(arguments.pop("passages", passages), arguments.pop("nodes", None))
         return self._call(named, self.generate_kwargs, arguments)
@@ -333,42 +335,46 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     # --- running them
 
     def _answer(self, prepared: PreparedCall, respond: Respond[Response]) -> Response:
-        return self._whole(prepared.generate(), prepared.call, respond, None)
+        return self._final_response(prepared.generate(), prepared.call, respond, None)
 
     async def _aanswer(self, prepared: PreparedCall, respond: Respond[Response]) -> Response:
-        return self._whole(await prepared.agenerate(), prepared.call, respond, None)
+        return self._final_response(await prepared.agenerate(), prepared.call, respond, None)
 
     def _stream(self, prepared: PreparedCall, respond: Respond[Response]) -> Generator[Response, None, None]:
         """The device starts at once; wrong arguments raise here."""
-        response = self._responding(prepared.call, respond)
+        response = self._item_to_response(prepared.call, respond)
         return (response(item) for item in prepared.stream())
 
     async def _astream(
         self, prepared: PreparedCall, respond: Respond[Response]
     ) -> AsyncGenerator[Response, None]:
-        return _responses(self._responding(prepared.call, respond), await prepared.astream())
+        return _responses(self._item_to_response(prepared.call, respond), await prepared.astream())
 
-    def _responding(self, call: Call, respond: Respond[Response]) -> "Callable[[str | Result], Response]":
-        """Turns a stream's items into responses."""
+    def _item_to_response(
+        self, call: Call, respond: Respond[Response]
+    ) -> "Callable[[str | Result], Response]":
+        """A function that turns a stream's items into responses."""
         text = ""
 
         def response(item: "str | Result") -> Response:
             nonlocal text
             if not isinstance(item, str):
-                return self._whole(item, call, respond, "")
+                return self._final_response(item, call, respond, "")
             text += item
             return respond(text, item, None)
 
         return response
 
-    def _whole(self, result: "Result", call: Call, respond: Respond[Response], delta: str | None) -> Response:
+    def _final_response(
+        self, result: "Result", call: Call, respond: Respond[Response], delta: str | None
+    ) -> Response:
         raw: Raw = {"usage": usage(result.report), "kv": kv_statistics(result)}
         raw["finish_reason"] = "stop" if result.stopped else "length"
         self._last_stats = raw
-        said = call.parse(result)
+        parsed = call.parse(result)
         tokens = logprobs(result, self.backend.engine.tokenizer)
         log_probs = None if tokens is None else [_log_probs(token) for token in tokens]
-        return respond(said.text, delta, AnswerDetails(raw, said, log_probs))
+        return respond(parsed.text, delta, AnswerDetails(raw, parsed, log_probs))
 
 
 async def _responses(
@@ -394,14 +400,14 @@ def _chat_response(text: str, delta: str | None, details: AnswerDetails | None) 
         return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta)
     calls = [
         ToolCallBlock(tool_call_id=c.id, tool_name=c.name, tool_kwargs=c.arguments)
-        for c in details.said.calls
+        for c in details.parsed.calls
     ]
-    words = [TextBlock(text=text)] if text or not calls else []
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*words, *calls])
+    text_blocks = [TextBlock(text=text)] if text or not calls else []
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text_blocks, *calls])
     if calls:  # where LlamaIndex's streamed programs look for calls
         message.additional_kwargs["tool_calls"] = [_openai_call(call) for call in calls]
-    if details.said.broken is not None:
-        broken = {"name": details.said.broken_name, "arguments": details.said.broken}
+    if details.parsed.broken is not None:
+        broken = {"name": details.parsed.broken_name, "arguments": details.parsed.broken}
         message.additional_kwargs["invalid_tool_calls"] = [broken]
     return ChatResponse(message=message, delta=delta, raw=details.raw, logprobs=details.logprobs)
 
@@ -411,7 +417,7 @@ def _openai_call(call: ToolCallBlock) -> dict[str, Any]:
     return {"id": call.tool_call_id, "type": "function", "function": function}
 
 
-def _completion(text: str, delta: str | None, details: AnswerDetails | None) -> CompletionResponse:
+def _completion_response(text: str, delta: str | None, details: AnswerDetails | None) -> CompletionResponse:
     if details is None:
         return CompletionResponse(text=text, delta=delta)
     return CompletionResponse(text=text, delta=delta, raw=details.raw, logprobs=details.logprobs)

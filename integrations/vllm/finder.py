@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ragblend.integrations.text_index import MINIMUM, TextIndex, hash_texts
+from ragblend.integrations.text_index import MIN_TEXT_CHARS, TextIndex, hash_texts
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
 EDGE = 8  # tokens at each end that may differ
@@ -64,7 +64,7 @@ class PassageFinder:
         """The node with exactly these tokens; None if there is none."""
         self._refresh()
         core = _core(ids)
-        if len(core) < MINIMUM or not (text := _text(core)):
+        if len(core) < MIN_TEXT_CHARS or not (text := _text(core)):
             return None
         (each,) = hash_texts([text])
         return next((name for name, found in self._alike(each.whole) if found == ids), None)
@@ -86,7 +86,7 @@ class PassageFinder:
         self._last_entry, new = self._nodes.entered(self._scope, self._last_entry)
         self._room += 1000 + len(new) if is_first else -len(new)
         entered = [(name, _core(ids)) for name in new if (ids := self._nodes.get(self._scope, name))]
-        entered = [(name, core) for name, core in entered if len(core) >= MINIMUM]
+        entered = [(name, core) for name, core in entered if len(core) >= MIN_TEXT_CHARS]
         hashes = hash_texts(_text(core) for _, core in entered)
         self._index.add(hashes)
         for (name, _), each in zip(entered, hashes, strict=True):
@@ -94,7 +94,7 @@ class PassageFinder:
 
 
 def _edge(length: int) -> int:
-    return max(0, min(EDGE, (length - MINIMUM) // 2))
+    return max(0, min(EDGE, (length - MIN_TEXT_CHARS) // 2))
 
 
 def _core(ids: Ids) -> Ids:

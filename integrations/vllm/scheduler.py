@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ragblend.integrations.text_index import MINIMUM
+from ragblend.integrations.text_index import MIN_TEXT_CHARS
 from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
 from ragblend.integrations.vllm.messages import FusionReports, PromptToFuse, StepWork
 from ragblend.integrations.vllm.planning import FusionPlan, SaltCache, marked
@@ -131,7 +131,10 @@ class ConnectorScheduler:
         stored = self._stored(ids, matches, options)
         if options.encode is None and self._settings.encode_missing:
             for match, space in zip(matches, stored, strict=True):
-                fits = MINIMUM <= len(match.whole) <= LONGEST_MISSING and len(self._missing) < MOST_MISSING
+                fits = (
+                    MIN_TEXT_CHARS <= len(match.whole) <= LONGEST_MISSING
+                    and len(self._missing) < MOST_MISSING
+                )
                 # Without a node id its KV could not be deleted.
                 if space is None and fits and match.node_id is not None:
                     self._missing[match.whole, options.collection, options.space] = match.node_id

@@ -15,7 +15,7 @@ from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
 from ragblend.engine.results import Missing, Result
 from ragblend.engine.selection import policy_named
 from ragblend.engine.trace import Trace, TraceEvent
-from ragblend.integrations.embeddings import chosen
+from ragblend.integrations.embeddings import windows_of_part
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 WORDS = 64  # dimensions of the fake embeddings
@@ -90,7 +90,7 @@ class FakeEmbedder:
             self.embedded += batch
             if progress:
                 progress(start + len(batch), len(texts))
-        return [self._vectors(chosen(_halves(text), part)) for text in texts]
+        return [self._vectors(windows_of_part(_halves(text), part)) for text in texts]
 
     def _vectors(self, halves):
         return np.array([self.embed_question(half) for half in halves]).reshape(-1, WORDS)

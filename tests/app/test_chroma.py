@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from waiting import at_once
 
-from ragblend.integrations.chroma import VectorIndex, apart
+from ragblend.integrations.chroma import VectorIndex, separate_vectors
 from ragblend.integrations.chroma_sweep import HEADER
 from ragblend.kvstore.errors import LibraryError
 
@@ -185,7 +185,8 @@ def _fill(index, count):
     """The names and vectors of so many nodes, and the vectors as they are written."""
     names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(count)], rows_of(count)
     index.upsert(names, list(rows[:, None, :]))
-    return names, rows, np.concatenate([apart(*node) for node in zip(names, rows[:, None, :], strict=True)])
+    stored = [separate_vectors(*node) for node in zip(names, rows[:, None, :], strict=True)]
+    return names, rows, np.concatenate(stored)
 
 
 def _found_in(folder, names, rows):

@@ -9,7 +9,7 @@ from app_fakes import make_cross_encoder
 from waiting import SOON_S
 
 from ragblend.app.workspace import Workspaces
-from ragblend.integrations.embeddings import Embedder, joined
+from ragblend.integrations.embeddings import Embedder, merge_parts
 from ragblend.kvstore.errors import Cancelled, CorruptModelError, ModelNotFoundError
 
 
@@ -145,7 +145,7 @@ def test_sketch_and_rest_equal_the_whole_embedding():
     assert counts[0] == 1 and 1 < counts[1] < 4 and counts[3] > 64
     assert [len(rows) for rows in sketch] == [-(-count // 3) for count in counts]
     for all_rows, *both in zip(whole, sketch, rest, strict=True):
-        np.testing.assert_allclose(joined(*both), all_rows, atol=1e-4)
+        np.testing.assert_allclose(merge_parts(*both), all_rows, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from ragblend.app.library.jobs import JobQueue
 from ragblend.app.library.removal import remove_document
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.model.gate import GateVerdict
-from ragblend.integrations.chroma import apart
-from ragblend.integrations.text_index import MINIMUM
+from ragblend.integrations.chroma import separate_vectors
+from ragblend.integrations.text_index import MIN_TEXT_CHARS
 from ragblend.kvstore.errors import StoreFullError, StoreLockedError
 
 
@@ -46,7 +46,7 @@ def assert_consistent(workspace):
     """Registry, index, KV and what is found in prompts are the same nodes, and nothing is left to do."""
     nodes = nodes_of(workspace)
     passages = workspace.library.passages(sorted(nodes)).values()
-    findable = [passage.text for passage in passages if len(passage.text) >= MINIMUM]
+    findable = [passage.text for passage in passages if len(passage.text) >= MIN_TEXT_CHARS]
     assert len(workspace.known_passages) == len(findable)
     for text in findable:
         (found,) = workspace.known_passages.find(f"<<{text}>>")
@@ -262,7 +262,8 @@ def vectors_of(workspace):
     collection = workspace.index._collection()
     found = collection.get(include=["embeddings"])
     indexed = dict(zip(found["ids"], found["embeddings"], strict=True))
-    known = {f"{node}#{n}": row for node in rows for n, row in enumerate(apart(node, np.array(rows[node])))}
+    stored = {node: separate_vectors(node, np.array(rows[node])) for node in rows}
+    known = {f"{node}#{n}": row for node in rows for n, row in enumerate(stored[node])}
     assert indexed.keys() == known.keys()
     np.testing.assert_allclose([indexed[name] for name in known], list(known.values()), atol=1e-6)
     return rows

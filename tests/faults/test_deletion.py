@@ -15,7 +15,7 @@ from ragblend.app.library.ingest import ingest
 from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspace
 from ragblend.engine.prompts.segments import Chunk, Prompt
-from ragblend.integrations.chroma import apart
+from ragblend.integrations.chroma import separate_vectors
 
 SIZE = 64
 PIECE = 24  # bytes of text that may be nowhere
@@ -65,7 +65,7 @@ def traces(workspace, document):
     """Everything by which a document's passages could be found, by kind."""
     library, engine = workspace.library, workspace.engine
     passages, (nodes, rows) = library.passages_of(document.id), library.embeddings_of(document.id)
-    rows = [*rows, *map(apart, nodes, rows)]  # as they are kept, and as they are indexed
+    rows = [*rows, *map(separate_vectors, nodes, rows)]  # as they are kept, and as they are indexed
     ids = [list(engine.tokenize(Prompt([Chunk(p.text)])).chunks[0].token_ids) for p in passages]
     runs = [i[at : at + RUN] for i in ids for at in range(0, len(i) - RUN, RUN)]
     texts = [p.text[at : at + PIECE] for p in passages for at in range(0, len(p.text) - PIECE, PIECE)]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ragblend.integrations.recurring import LEAST, MOST, RecurringText
+from ragblend.integrations.recurring import MAX_PASSAGE_CHARS, MIN_PASSAGE_CHARS, RecurringText
 
 ROPE = (
     "Rope is sold by the fathom at the north quay, tarred or plain, and the chandler cuts it himself.\n" * 2
@@ -96,7 +96,7 @@ def test_a_long_run_is_cut_between_lines_and_a_short_one_is_ignored() -> None:
     for text in (many, "Short, but the same twice.\n"):
         assert recalled(memory, text, ends_with_question=False) == []
     pieces = recalled(memory, many, ends_with_question=False)
-    assert max(map(len, pieces)) <= MOST
+    assert max(map(len, pieces)) <= MAX_PASSAGE_CHARS
     assert "\n".join(pieces) == many
     assert recalled(memory, "Short, but the same twice.\n", ends_with_question=False) == []
 
@@ -118,7 +118,7 @@ def test_everything_found_was_in_an_earlier_prompt(seed: int) -> None:
         text, at = "".join(chosen.choices([ROPE, BELL, LAMP, "x\n", "\n", "   \n", "no end"], k=5)), 0
         for start, stop in memory.recall([text], False)[0]:
             assert at <= start
-            assert LEAST <= stop - start <= MOST
+            assert MIN_PASSAGE_CHARS <= stop - start <= MAX_PASSAGE_CHARS
             assert text[start - 1 : start] in ("", "\n", " ")
             assert text[stop : stop + 1] in ("", "\n", " ")
             assert any(text[start:stop] in earlier for earlier in before)

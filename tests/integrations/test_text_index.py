@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from ragblend.integrations import text_index
-from ragblend.integrations.text_index import MINIMUM, HashedText, TextIndex, hash_texts
+from ragblend.integrations.text_index import MIN_TEXT_CHARS, HashedText, TextIndex, hash_texts
 
 
 def slow_find(texts, text):
@@ -50,9 +50,9 @@ def random_case(seed):
     texts = []
     for _ in range(chance.randint(0, 60)):
         start = chance.randrange(len(text) or 1)
-        piece = text[start : start + chance.randint(MINIMUM, chance.choice([20, 40, 200]))]
+        piece = text[start : start + chance.randint(MIN_TEXT_CHARS, chance.choice([20, 40, 200]))]
         texts.append(piece + chance.choice(["", "", chance.choice(letters)]))
-    return [each for each in texts if len(each) >= MINIMUM], text
+    return [each for each in texts if len(each) >= MIN_TEXT_CHARS], text
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -111,8 +111,8 @@ def test_hash_collisions_give_no_wrong_text(monkeypatch, prime):
 @pytest.mark.parametrize(
     ("texts", "unit"),
     [
-        (["a" * n for n in range(MINIMUM, 5000)], "a"),
-        (["a" * n + "b" for n in range(MINIMUM, 5000)], "a"),
+        (["a" * n for n in range(MIN_TEXT_CHARS, 5000)], "a"),
+        (["a" * n + "b" for n in range(MIN_TEXT_CHARS, 5000)], "a"),
         ([str(n) + "x" * 500 for n in range(1500)], "x" * 500 + "-"),
     ],
     ids=["one letter", "never there", "one footer"],

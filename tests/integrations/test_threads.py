@@ -10,7 +10,7 @@ import pytest
 from waiting import SOON_S
 
 from ragblend.engine.results import Stream
-from ragblend.integrations.threads import NAME, in_thread, iterate_in_thread
+from ragblend.integrations.threads import THREAD_NAME, in_thread, iterate_in_thread
 from ragblend.kvstore.errors import Cancelled, UsageError
 
 
@@ -31,7 +31,7 @@ def test_work_that_outlives_its_loop_is_ended_by_the_next_item():
     loop = asyncio.new_event_loop()
     items = iterate_in_thread(work)
     assert loop.run_until_complete(anext(items)) == "first"
-    [thread] = [thread for thread in threading.enumerate() if thread.name == NAME]
+    [thread] = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     assert started.wait(SOON_S)
     loop.close()
     closed.set()
@@ -82,7 +82,7 @@ def test_an_error_keeps_nothing_of_its_request_alive(way, kind):
             else:
                 asyncio.run(ask())
         for thread in threading.enumerate():
-            if thread.name in (NAME, "ragblend-stream"):
+            if thread.name in (THREAD_NAME, "ragblend-stream"):
                 thread.join(SOON_S)
         assert [each() for each in held] == [None]
     finally:

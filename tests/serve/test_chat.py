@@ -10,7 +10,7 @@ from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
 from ragblend.integrations.backend import Backend, ChatTurn
-from ragblend.integrations.threads import NAME
+from ragblend.integrations.threads import THREAD_NAME
 
 
 def test_answers_equal_the_engines(served) -> None:
@@ -101,7 +101,7 @@ def test_log_probabilities_are_decoded_outside_the_event_loop(served, monkeypatc
         chat, "logprobs", lambda *given: (where.append(threading.current_thread().name), made(*given))[1]
     )
     assert served.choice(logprobs=True)["logprobs"]["content"]
-    assert where == [NAME]
+    assert where == [THREAD_NAME]
 
 
 def test_completions_continue_a_text_without_a_template(served) -> None:
