@@ -39,13 +39,13 @@ def create_ragblend_stuff_documents_chain(
             f"Prompt must accept {document_variable_name} as an input variable. "
             f"Received prompt with input variables: {prompt.input_variables}"
         )
-    each = document_prompt or DEFAULT_DOCUMENT_PROMPT
+    template = document_prompt or DEFAULT_DOCUMENT_PROMPT
 
     def fill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
         """Render the template with placeholders, and replace these by blocks."""
         documents = inputs[document_variable_name]
         marked = document_separator.join(placeholders(len(documents)))
-        texts = [format_document(document, each) for document in documents]
+        texts = [format_document(document, template) for document in documents]
         return _with_blocks(
             prompt.invoke({**inputs, document_variable_name: marked}, config), documents, texts
         )
@@ -55,31 +55,33 @@ def create_ragblend_stuff_documents_chain(
 
 
 def _with_blocks(value: PromptValue, documents: Sequence[Document], texts: Sequence[str]) -> PromptValue:
-    shown = [_document_blocks(*each) for each in zip(documents, texts, strict=True)]
-    return ChatPromptValue(messages=[_message_with(message, shown) for message in value.to_messages()])
+    document_blocks = [_document_blocks(*pair) for pair in zip(documents, texts, strict=True)]
+    return ChatPromptValue(
+        messages=[_message_with(message, document_blocks) for message in value.to_messages()]
+    )
 
 
 def _document_blocks(document: Document, text: str) -> list[Block]:
-    """A document as its prompt formats it: text around its own (a title, a source) is plain text."""
+    """A formatted document as blocks: its content with an id, and text around that (a title, a source) without."""
     content = document.page_content.strip()
     before, found, after = text.partition(content) if content else (text, "", "")
     block = {"type": "text", "text": found, "id": document.id or content_id(content)}
     return [part for part in (_text(before), block, _text(after)) if part["text"]]
 
 
-def _message_with(message: BaseMessage, shown: Sequence[list[Block]]) -> BaseMessage:
+def _message_with(message: BaseMessage, document_blocks: Sequence[list[Block]]) -> BaseMessage:
     parts = message.content if isinstance(message.content, list) else [message.content]
-    if all(len(split_at_placeholders(_text_of(part), shown)) == 1 for part in parts):
+    if all(len(split_at_placeholders(_text_of(part), document_blocks)) == 1 for part in parts):
         return message
-    content = [block for part in parts for block in _split(part, shown)]
+    content = [block for part in parts for block in _split(part, document_blocks)]
     return message.model_copy(update={"content": content})
 
 
-def _split(part: str | Block, shown: Sequence[list[Block]]) -> Iterator[Block]:
+def _split(part: str | Block, document_blocks: Sequence[list[Block]]) -> Iterator[Block]:
     """The part with every placeholder replaced by its document's blocks."""
     if isinstance(part, dict) and not _text_of(part):
         yield part  # an image, say: left to the model
-    for piece in split_at_placeholders(_text_of(part), shown):
+    for piece in split_at_placeholders(_text_of(part), document_blocks):
         if isinstance(piece, list):
             yield from piece
         elif piece:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
 
-class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  # `_stream` names its first argument otherwise
+class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  # `_stream` names arguments differently
     """A chat model that reuses the KV of your documents.
 
     It replaces any other chat model. Documents are found in a prompt by the ids of its content blocks, by
@@ -47,7 +47,7 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
         return "ragblend-chat"
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """The profile, without loading weights; window and tools are the model's own."""
+        """The profile, without loading anything; window and tool support, which depend on the model, are left out."""
         return ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, structured_output=True)
 
     def bind_tools(
@@ -70,7 +70,7 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
             schema = response_format_schema(response_format)
             AnswerFormat.of(formatted, tool_choice, parallel_tool_calls, schema)
             if formatted:
-                _ = self.backend.engine.call_format  # raises
+                _ = self.backend.engine.call_format  # raises UnsupportedModelError
         options = {
             "tools": formatted,
             "tool_choice": tool_choice,
@@ -91,9 +91,9 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
         """The model with answers in JSON of a schema, parsed: a pydantic class's objects, or dictionaries.
 
         method: `json_schema` constrains any model to the schema; `json_mode` to JSON alone; `function_calling` makes a
-        tool of the schema, for models with tools. Only the last shows the model the schema: say in words what you want.
-        An answer of the first two always parses: near the token limit it is closed, with a warning. Raises
-        InvalidRequest for an invalid schema.
+        tool of the schema, for models with tools. Only the last shows the schema to the model: for the others, describe
+        in the prompt what you want. An answer of the first two always parses: near the token limit it is closed, with a
+        warning. Raises InvalidRequest for an invalid schema.
         """
         if method == "function_calling":
             return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
@@ -113,15 +113,15 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
     ) -> int:
         """Tokens of the prompt of these messages, the chat template's included; 0 for no message.
 
-        If the template refuses the messages (`trim_messages` and memories pass ends of conversations, and reversed
+        If the template rejects the messages (`trim_messages` and memories pass parts of conversations, and reversed
         ones), the sum over the messages, each as a prompt by itself, which is an upper estimate.
         """
         if not messages:
             return 0
         with langchain_errors():
-            shown, turns = openai_tools(tools or ()), turns_of(messages)
+            openai_dicts, turns = openai_tools(tools or ()), turns_of(messages)
             try:
-                return len(self.backend.chat_prompt(turns, tools=shown).token_ids)
+                return len(self.backend.chat_prompt(turns, tools=openai_dicts).token_ids)
             except PromptError:
                 alone = [ChatTurn("user", turn.pieces or ("",)) for turn in turns]
                 return sum(len(self.backend.chat_prompt([turn]).token_ids) for turn in alone)
@@ -139,11 +139,13 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
         return _chat_result(await prepared.agenerate(), prepared.call)
 
     def _prepare(
-        self, asked: Sequence[BaseMessage], stop: Stop, arguments: Mapping[str, Any]
+        self, model_input: Sequence[BaseMessage], stop: Stop, arguments: Mapping[str, Any]
     ) -> PreparedCall:
         call = self._call_with(stop, arguments)
         return PreparedCall(
-            call, lambda: call.chat_prompt(turns_of(asked), artifact_passages(asked)), langchain_errors
+            call,
+            lambda: call.chat_prompt(turns_of(model_input), artifact_passages(model_input)),
+            langchain_errors,
         )
 
     @staticmethod
@@ -156,18 +158,18 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
 
 
 def _chat_result(result: "Result", call: Call) -> ChatResult:
-    said = call.parse(result)
-    message = AIMessage(said.text, **tool_call_fields(said), **_metadata(result, call))
+    parsed = call.parse(result)
+    message = AIMessage(parsed.text, **tool_call_fields(parsed), **_metadata(result, call))
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
 def _metadata(result: "Result", call: Call) -> dict[str, Any]:
     """Token counts (`cache_read`: reused from the store), and the report."""
     counts = usage(result.report)
-    used = UsageMetadata(
+    usage_metadata = UsageMetadata(
         input_tokens=counts["prompt_tokens"],
         output_tokens=counts["completion_tokens"],
         total_tokens=counts["total_tokens"],
         input_token_details=InputTokenDetails(cache_read=result.report.tokens.reused),
     )
-    return {"usage_metadata": used, "response_metadata": response_metadata(result, call)}
+    return {"usage_metadata": usage_metadata, "response_metadata": response_metadata(result, call)}

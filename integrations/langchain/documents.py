@@ -26,11 +26,11 @@ def passages_of(documents: Iterable[DocumentLike] | DocumentLike) -> list[Passag
 
 def _passage_of(document: DocumentLike) -> Passage | None:
     if isinstance(document, str):
-        return passage(document, None)
+        return stripped_passage(document, None)
     if isinstance(document, Document):
-        return passage(document.page_content, document.id)
+        return stripped_passage(document.page_content, document.id)
     if is_stored_document(document):
-        return passage(document["page_content"], document.get("id"))
+        return stripped_passage(document["page_content"], document.get("id"))
     raise UsageError(
         f"a passage is a Document, a text, or a mapping with `page_content`, not {type(document).__name__}"
     )
@@ -41,7 +41,7 @@ def is_stored_document(item: Any) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("page_content"), str)
 
 
-def passage(text: str, node_id: str | None) -> Passage | None:
+def stripped_passage(text: str, node_id: str | None) -> Passage | None:
     """The text as a passage, stripped as prompt templates strip, so that all prompts agree; None if empty."""
     stripped = text.strip()
     return Passage(stripped, node_id or content_id(stripped)) if stripped else None

@@ -8,14 +8,14 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMes
 
 from ragblend.engine.prompts.segments import ToolCall
 from ragblend.integrations.backend import ChatTurn, drop_empty_turns
-from ragblend.integrations.langchain.documents import is_stored_document, passage, passages_of
+from ragblend.integrations.langchain.documents import is_stored_document, passages_of, stripped_passage
 from ragblend.integrations.passages import Passage
 from ragblend.integrations.resolve import Piece
 from ragblend.kvstore.errors import UsageError
 
 ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
 CHAT_ROLES = {"developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"} | ROLES
-AUTOMATIC_ID = "lc_"  # prefix of ids that LangChain's block constructors make up
+AUTOMATIC_ID_PREFIX = "lc_"  # of ids that LangChain's block constructors generate
 # Blocks of an assistant's message that are not sent back as text.
 NOT_TEXT = {
     "reasoning",
@@ -58,7 +58,7 @@ def _role(message: BaseMessage) -> str:
         name, known = message.type.removesuffix("MessageChunk").lower(), ROLES
     if name not in known:
         raise UsageError(
-            f"a message of the type {name!r} cannot be put to the model; there are {', '.join(sorted(known))}"
+            f"messages of the type {name!r} are not supported; the types are {', '.join(sorted(known))}"
         )
     return known[name]
 
@@ -84,14 +84,14 @@ def _block_pieces(block: str | dict[str, Any], is_assistant: bool) -> list[Piece
             "describe its content in words"
         )
     node_id = block.get("id")
-    if is_assistant or not node_id or str(node_id).startswith(AUTOMATIC_ID):
+    if is_assistant or not node_id or str(node_id).startswith(AUTOMATIC_ID_PREFIX):
         return [text]
     return _as_passage(text, str(node_id))
 
 
 def _as_passage(text: str, node_id: str) -> list[Piece]:
     """The whole text as a passage; white space around it stays text."""
-    found = passage(text, node_id)
+    found = stripped_passage(text, node_id)
     if found is None:
         return [text]
     before, _, after = text.partition(found.text)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROVIDER = "ragblend"
 Stop = list[str] | None
-FRAMEWORKS_OWN = ("stream", "strict")  # LangChain's own switches, which it passes on to the model
+LANGCHAIN_OPTIONS = ("stream", "strict")  # LangChain evaluates these itself, but passes them on
 
 
 class LangChainParameters(ModelParameters):
@@ -40,7 +40,7 @@ class LangChainParameters(ModelParameters):
     max_tokens: int = Field(default=256, ge=1)
     """The most tokens of an answer."""
     streaming: bool | None = None
-    """Whether `invoke` streams inside, for callbacks that want tokens; False stops a chat model's `stream` too."""
+    """Whether `invoke` streams internally, for callbacks that need tokens; False also stops a chat model's `stream`."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine, by its own names."""
 
@@ -62,7 +62,7 @@ class LangChainParameters(ModelParameters):
     def _call_with(self, stop: Sequence[str] | None, arguments: Mapping[str, Any]) -> Call:
         """A call whose arguments override the parameters."""
         given = resolve_aliases(arguments, self.aliases)
-        given = {name: value for name, value in given.items() if name not in FRAMEWORKS_OWN}
+        given = {name: value for name, value in given.items() if name not in LANGCHAIN_OPTIONS}
         if tools := given.pop("tools", None):
             given["tools"] = openai_tools(tools)
         if response_format := given.pop("response_format", None):
@@ -71,21 +71,23 @@ class LangChainParameters(ModelParameters):
             given["stop"] = stop
         passages = passages_of(given.pop("passages", None) or ())
         model = given.pop("model", None)
-        called = self if model is None else self.model_copy(update={"model": model})
-        return called._call(passages, self.model_kwargs, given)
+        source = self if model is None else self.model_copy(update={"model": model})
+        return source._call(passages, self.model_kwargs, given)
 
     @abstractmethod
-    def _prepare(self, asked: Any, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
-        """A prepared call. asked: the messages of a chat model, or the prompt of a text model."""
+    def _prepare(self, model_input: Any, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
+        """A prepared call. model_input: the messages of a chat model, or the prompt of a text model."""
 
     @staticmethod
     @abstractmethod
     def _chunk(item: "str | Result", call: Call) -> Any:
         """The chunk of a stream for a piece of text, or for the whole result at the end."""
 
-    def _stream(self, asked: Any, stop: Stop = None, run_manager: Any = None, **kwargs: Any) -> Iterator[Any]:
+    def _stream(
+        self, model_input: Any, stop: Stop = None, run_manager: Any = None, **kwargs: Any
+    ) -> Iterator[Any]:
         """Stream chunks, each reported once: `BaseChatModel.stream` passes no run manager, but reports itself."""
-        prepared = self._prepare(asked, stop, kwargs)
+        prepared = self._prepare(model_input, stop, kwargs)
         with closing(prepared.stream()) as items:
             for item in items:
                 chunk = self._chunk(item, prepared.call)
@@ -94,10 +96,10 @@ class LangChainParameters(ModelParameters):
                 yield chunk
 
     async def _astream(
-        self, asked: Any, stop: Stop = None, run_manager: Any = None, **kwargs: Any
+        self, model_input: Any, stop: Stop = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        """The same in an event loop."""
-        prepared = self._prepare(asked, stop, kwargs)
+        """As `_stream`, in an event loop."""
+        prepared = self._prepare(model_input, stop, kwargs)
         async with aclosing(await prepared.astream()) as items:
             async for item in items:
                 chunk = self._chunk(item, prepared.call)
@@ -125,8 +127,8 @@ class LangChainParameters(ModelParameters):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """The parameters that affect answers, for traces and LangChain's cache."""
-        places = ("collection", "device", "dtype", "url")
-        names = ("model", "max_tokens", *PER_CALL[1:], *places, "model_kwargs")
+        location = ("collection", "device", "dtype", "url")
+        names = ("model", "max_tokens", *PER_CALL[1:], *location, "model_kwargs")
         return {name: getattr(self, name) for name in names}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:

@@ -38,56 +38,57 @@ class RAGBlendRetriever(BaseRetriever):
     search_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments for the vector store's search, such as `filter`."""
     k: int | None = Field(default=None, ge=1)
-    """The most documents; None for as many as the retriever inside returns, or 4 of a vector store."""
+    """The most documents; None: as many as the wrapped retriever returns, or 4 from a vector store."""
     prefetch: bool = True
     """Whether to load the model and the documents' KV while the prompt is being made."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
         if (self.retriever is None) == (self.vectorstore is None):
-            raise ValueError("pass either retriever= or vectorstore=, so that there is one place to look")
+            raise ValueError("pass either retriever= or vectorstore=, and not both")
         return self
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: Any, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
-        wanted = self._wanted(k)
+        limit = self._checked_k(k)
         config: Any = {"callbacks": run_manager.get_child()}
-        found = self._inside.invoke(query, config, **self._arguments(wanted, kwargs))[:wanted]
-        self._announce(found)
+        found = self._wrapped.invoke(query, config, **self._arguments(limit, kwargs))[:limit]
+        self._register_and_prefetch(found)
         return found
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: Any, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
-        wanted = self._wanted(k)
+        limit = self._checked_k(k)
         config: Any = {"callbacks": run_manager.get_child()}
-        found = (await self._inside.ainvoke(query, config, **self._arguments(wanted, kwargs)))[:wanted]
-        await asyncio.to_thread(self._announce, found)
+        found = (await self._wrapped.ainvoke(query, config, **self._arguments(limit, kwargs)))[:limit]
+        await asyncio.to_thread(self._register_and_prefetch, found)
         return found
 
     @property
-    def _inside(self) -> Runnable[str, list[Document]]:
+    def _wrapped(self) -> Runnable[str, list[Document]]:
         if self.vectorstore is not None:
             return self.vectorstore.as_retriever(search_kwargs={"k": DEFAULT_K, **self.search_kwargs})
-        assert self.retriever is not None, "there is one source"
+        assert self.retriever is not None, "there is exactly one source"
         return self.retriever
 
-    def _wanted(self, k: int | None) -> int | None:
+    def _checked_k(self, k: int | None) -> int | None:
+        """The call's `k`, or else the retriever's. Raises ValueError if it is below 1."""
         if k is not None and k < 1:
             raise ValueError(f"k must be at least 1, not {k}")
         return self.k if k is None else k
 
-    def _arguments(self, wanted: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(self, limit: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Pass `k` to retrievers that take it; other retrievers' results are cut."""
-        inside = self._inside
-        takes_it = isinstance(inside, VectorStoreRetriever) or (
-            isinstance(inside, BaseRetriever)
-            and "k" in inspect.signature(inside._get_relevant_documents).parameters
+        wrapped = self._wrapped
+        takes_k = isinstance(wrapped, VectorStoreRetriever) or (
+            isinstance(wrapped, BaseRetriever)
+            and "k" in inspect.signature(wrapped._get_relevant_documents).parameters
         )
-        return kwargs if wanted is None or not takes_it else {**kwargs, "k": wanted}
+        return kwargs if limit is None or not takes_k else {**kwargs, "k": limit}
 
-    def _announce(self, documents: list[Document]) -> None:
+    def _register_and_prefetch(self, documents: list[Document]) -> None:
         passages = passages_of(documents)
         with langchain_errors():
             self.llm.backend.remember(passages)

@@ -18,7 +18,7 @@ from ragblend.kvstore.errors import UsageError
 if TYPE_CHECKING:
     from ragblend.engine.prompts.tools import ParsedAnswer
 
-CUT_OFF = "the answer reached its most tokens inside this call; allow more with max_tokens"
+CUT_OFF = "the answer reached the token limit inside this call; allow more with max_tokens"
 
 
 def openai_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -59,35 +59,35 @@ def with_parser(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Ru
     return both
 
 
-def tool_call_fields(said: "ParsedAnswer") -> dict[str, Any]:
-    """The message fields for an answer's calls, for parsers in OpenAI's form too; a cut-off call is invalid."""
-    calls = [ToolCall(name=c.name, args=c.arguments, id=c.id, type="tool_call") for c in said.calls]
+def tool_call_fields(parsed: "ParsedAnswer") -> dict[str, Any]:
+    """The message fields for an answer's calls, also in OpenAI's form for parsers; a cut-off call is invalid."""
+    calls = [ToolCall(name=c.name, args=c.arguments, id=c.id, type="tool_call") for c in parsed.calls]
     fields: dict[str, Any] = {"tool_calls": calls}
-    if said.broken is not None:
+    if parsed.broken is not None:
         fields["invalid_tool_calls"] = [
             InvalidToolCall(
-                type="invalid_tool_call", name=said.broken_name, args=said.broken, id=None, error=CUT_OFF
+                type="invalid_tool_call", name=parsed.broken_name, args=parsed.broken, id=None, error=CUT_OFF
             )
         ]
-        raw = {"type": "function", "function": {"name": said.broken_name or "", "arguments": said.broken}}
+        raw = {"type": "function", "function": {"name": parsed.broken_name or "", "arguments": parsed.broken}}
         fields["additional_kwargs"] = {} if calls else {"tool_calls": [raw]}
     return fields
 
 
-def tool_call_chunk_fields(said: "ParsedAnswer") -> dict[str, Any]:
-    """The same for the last chunk of a stream, which has all of them."""
+def tool_call_chunk_fields(parsed: "ParsedAnswer") -> dict[str, Any]:
+    """The fields of a stream's last chunk, which has all calls."""
     chunks = [
         tool_call_chunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=n)
-        for n, c in enumerate(said.calls)
+        for n, c in enumerate(parsed.calls)
     ]
     fields = {"tool_call_chunks": chunks}
-    if said.broken is not None:
+    if parsed.broken is not None:
         # Deliberately no JSON: LangChain would complete cut JSON and call the tool with half of an argument.
         broken = tool_call_chunk(
-            name=said.broken_name, args=f"({CUT_OFF}) {said.broken}", id=None, index=len(chunks)
+            name=parsed.broken_name, args=f"({CUT_OFF}) {parsed.broken}", id=None, index=len(chunks)
         )
         chunks.append(broken)
-        fields |= {"additional_kwargs": tool_call_fields(said)["additional_kwargs"]}
+        fields |= {"additional_kwargs": tool_call_fields(parsed)["additional_kwargs"]}
     return fields
 
 
@@ -102,4 +102,4 @@ def _converted(convert: Callable[[Any], dict[str, Any]], value: Any, what: str) 
     try:
         return convert(value)
     except Exception as error:  # pydantic's errors, and whatever the inspection of a function raises
-        raise UsageError(f"{what} is none: {value!r:.200}: {error}") from error
+        raise UsageError(f"{what} is not valid: {value!r:.200}: {error}") from error

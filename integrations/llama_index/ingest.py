@@ -44,16 +44,16 @@ def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = 
 
 
 def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: bool = True) -> int:
-    """As `encode_index`, for a list of nodes."""
+    """Store the KV of a list of nodes, as `encode_index` does for an index."""
     llm.backend.remember(alternative_passages_of(nodes))
     return llm.backend.encode(passages_of(nodes), show_progress)
 
 
 def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
     """All nodes of an index, and their parents (for auto-merging), which are only in its docstore."""
-    held, store = index.docstore.docs, getattr(index, "vector_store", None)
-    if held:
-        return _still_indexed(index, held)
+    docstore_nodes, store = index.docstore.docs, getattr(index, "vector_store", None)
+    if docstore_nodes:
+        return _without_deleted(index, docstore_nodes)
     if store is None:
         return []
     try:
@@ -65,7 +65,7 @@ def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
         ) from error
 
 
-def _still_indexed(index: BaseIndex[Any], held: Mapping[str, BaseNode]) -> list[BaseNode]:
+def _without_deleted(index: BaseIndex[Any], docstore_nodes: Mapping[str, BaseNode]) -> list[BaseNode]:
     """Drop the nodes of deleted documents, which `delete_ref_doc` leaves in the docstore.
 
     Parents are not in the index, but belong to the same documents as their leaves. An index over a vector store with
@@ -74,6 +74,8 @@ def _still_indexed(index: BaseIndex[Any], held: Mapping[str, BaseNode]) -> list[
     listed = getattr(index.index_struct, "nodes_dict", None)
     stores_text = getattr(getattr(index, "vector_store", None), "stores_text", False)
     if listed is None or (stores_text and not getattr(index, "_store_nodes_override", False)):
-        return list(held.values())
-    documents = {held[node_id].ref_doc_id for node_id in listed.values() if node_id in held}
-    return [node for node in held.values() if node.ref_doc_id in documents]
+        return list(docstore_nodes.values())
+    documents = {
+        docstore_nodes[node_id].ref_doc_id for node_id in listed.values() if node_id in docstore_nodes
+    }
+    return [node for node in docstore_nodes.values() if node.ref_doc_id in documents]

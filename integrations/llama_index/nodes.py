@@ -10,9 +10,8 @@ from ragblend.kvstore.errors import UsageError
 
 Nodes = Iterable[BaseNode | NodeWithScore]
 Named = Passage | str | BaseNode | NodeWithScore
-ALTERNATIVE = (
-    "#ragblend:"  # between a node's id and the name of an alternative text; `page#part` may be a node
-)
+# Separates a node's id and the name of an alternative text. Not just `#`, because a node's id may be `page#part`.
+ALTERNATIVE_MARK = "#ragblend:"
 
 
 def passage_of(node: BaseNode | NodeWithScore) -> Passage:
@@ -27,8 +26,8 @@ def passages_of(nodes: Nodes) -> list[Passage]:
 
 
 def alternative_passages_of(nodes: Nodes) -> list[Passage]:
-    """Other texts of nodes that occur in prompts, stripped: their text without metadata, as `node.get_content()` gives
-    it, and metadata that contains all of it and replaces it (the window around a sentence).
+    """Other texts of nodes that may be in prompts, stripped: the node's text without metadata, as `node.get_content()`
+    returns it, and metadata that contains this text and may replace it (the window around a sentence).
     """
     bare = (node.node if isinstance(node, NodeWithScore) else node for node in nodes)
     return [passage for node in bare for passage in _alternatives(node)]
@@ -37,20 +36,20 @@ def alternative_passages_of(nodes: Nodes) -> list[Passage]:
 def _alternatives(node: BaseNode) -> Iterator[Passage]:
     text = node.get_content(MetadataMode.NONE).strip()
     metadata = {name: value.strip() for name, value in node.metadata.items() if isinstance(value, str)}
-    known = {"", passage_of(node).text}
+    seen = {"", passage_of(node).text}
     for name, alternative in {"text": text, **metadata}.items():
-        if text in alternative and alternative not in known:
-            known.add(alternative)
-            yield Passage(alternative, f"{node.node_id}{ALTERNATIVE}{name}")
+        if text in alternative and alternative not in seen:
+            seen.add(alternative)
+            yield Passage(alternative, f"{node.node_id}{ALTERNATIVE_MARK}{name}")
 
 
 def named_passages(passages: Iterable[Named] | Named | None, nodes: Nodes | None) -> tuple[Passage, ...]:
     """The passages that a caller named for one request: passages, texts or nodes, one or several. Raises UsageError."""
-    items = (*_as_several(passages), *_as_several(nodes))
+    items = (*_as_items(passages), *_as_items(nodes))
     return tuple(passage for item in items if (passage := _named(item)).text)
 
 
-def _as_several(items: Any) -> Iterable[Any]:
+def _as_items(items: Any) -> Iterable[Any]:
     if items is None:
         return ()
     return items if isinstance(items, Iterable) and not isinstance(items, Named) else (items,)

@@ -17,16 +17,16 @@ from llama_index.core.utilities.token_counting import TokenCounter
 
 from ragblend.integrations.llama_index.llm import RAGBlendLLM
 
-BETWEEN = "\n\n"  # LlamaIndex's separator of passages
+SEPARATOR = "\n\n"  # that LlamaIndex puts between passages
 
 
 class _ModelTokenCounter(TokenCounter):
-    """Counts messages by the model's tokenizer too; LlamaIndex always counts them by its global one."""
+    """Counts messages by the model's tokenizer, too; LlamaIndex always counts them by its global tokenizer."""
 
     def estimate_tokens_in_messages(self, messages: list[ChatMessage]) -> int:
-        by_global = sum(message.estimate_tokens() for message in messages)
-        own = sum(self.get_string_tokens(message.content or "") for message in messages)
-        return super().estimate_tokens_in_messages(messages) + own - by_global
+        by_global_tokenizer = sum(message.estimate_tokens() for message in messages)
+        by_own_tokenizer = sum(self.get_string_tokens(message.content or "") for message in messages)
+        return super().estimate_tokens_in_messages(messages) + by_own_tokenizer - by_global_tokenizer
 
 
 class WholePassages(PromptHelper):
@@ -38,7 +38,7 @@ class WholePassages(PromptHelper):
 
     @classmethod
     def of_llm(cls, llm: RAGBlendLLM, **options: Any) -> "WholePassages":
-        """With the model's tokenizer and window, less the tokens of its chat template."""
+        """A helper with the model's tokenizer, and its window less the tokens of its chat template."""
         metadata = LLMMetadata(context_window=_usable_window(llm), num_output=llm.metadata.num_output)
         helper = cast("WholePassages", cls.from_llm_metadata(metadata, tokenizer=llm.tokenize, **options))
         helper._token_counter = _ModelTokenCounter(llm.tokenize)
@@ -56,10 +56,10 @@ class WholePassages(PromptHelper):
         splitter = self.get_text_splitter_given_prompt(prompt, padding=padding, llm=llm, tools=tools)
         count = self._token_counter.get_string_tokens
         texts = [text for chunk in text_chunks if (text := chunk.strip())]
-        return list(packed(texts, splitter.chunk_size, count, splitter.split_text)) or [""]
+        return list(pack_texts(texts, splitter.chunk_size, count, splitter.split_text)) or [""]
 
 
-def packed(
+def pack_texts(
     texts: Sequence[str], room: int, count: Callable[[str], int], cut: Callable[[str], list[str]]
 ) -> Iterator[str]:
     """Join whole texts while they fit in `room` tokens; split one that is too long at its paragraphs, then by `cut`.
@@ -69,7 +69,7 @@ def packed(
     """
     joined = ""
     for text in texts:
-        longer = joined + BETWEEN + text if joined else text
+        longer = joined + SEPARATOR + text if joined else text
         if count(longer) <= room:
             joined = longer
             continue
@@ -78,8 +78,8 @@ def packed(
         joined = ""
         if count(text) <= room:
             joined = text
-        elif BETWEEN in text:
-            yield from packed([part for part in text.split(BETWEEN) if part.strip()], room, count, cut)
+        elif SEPARATOR in text:
+            yield from pack_texts([part for part in text.split(SEPARATOR) if part.strip()], room, count, cut)
         else:
             yield from cut(text)
     if joined:

@@ -18,39 +18,39 @@ LlmKwargs = dict[str, Any] | None
 
 
 class StructuredPrediction(FunctionCallingLLM):
-    """Objects of a schema, by constrained decoding. `pydantic_program_mode` selects LlamaIndex's own methods (tool or
-    text).
+    """Gives objects of a class by constrained decoding; other values of `pydantic_program_mode` select LlamaIndex's own
+    methods (tool calls or text).
 
     Raises PromptError for a class whose schema is not supported.
     """
 
     @property
-    def _constrains(self) -> bool:
+    def _uses_constrained_decoding(self) -> bool:
         return self.pydantic_program_mode == PydanticProgramMode.DEFAULT
 
     def structured_predict(
         self, output_cls: type[Any], prompt: BasePromptTemplate, llm_kwargs: LlmKwargs = None, **args: Any
     ) -> Any:
         """An object of that class."""
-        if not self._constrains:
+        if not self._uses_constrained_decoding:
             return super().structured_predict(output_cls, prompt, llm_kwargs, **args)
         messages, options = self._request(output_cls, prompt, llm_kwargs, args)
-        return _object(output_cls, self.chat(messages, **options).message.content)
+        return _validated(output_cls, self.chat(messages, **options).message.content)
 
     async def astructured_predict(
         self, output_cls: type[Any], prompt: BasePromptTemplate, llm_kwargs: LlmKwargs = None, **args: Any
     ) -> Any:
-        """The same, in an event loop."""
-        if not self._constrains:
+        """As `structured_predict`, in an event loop."""
+        if not self._uses_constrained_decoding:
             return await super().astructured_predict(output_cls, prompt, llm_kwargs, **args)
         messages, options = self._request(output_cls, prompt, llm_kwargs, args)
-        return _object(output_cls, (await self.achat(messages, **options)).message.content)
+        return _validated(output_cls, (await self.achat(messages, **options)).message.content)
 
     def stream_structured_predict(
         self, output_cls: type[Any], prompt: BasePromptTemplate, llm_kwargs: LlmKwargs = None, **args: Any
     ) -> Generator[Any, None, None]:
         """Partial objects, of a class with the same fields, all optional; at the end, the object."""
-        if not self._constrains:
+        if not self._uses_constrained_decoding:
             yield from super().stream_structured_predict(output_cls, prompt, llm_kwargs, **args)
             return
         messages, options = self._request(output_cls, prompt, llm_kwargs, args)
@@ -59,13 +59,13 @@ class StructuredPrediction(FunctionCallingLLM):
             text = response.message.content or ""
             if (partial := _partial_object(flexible, response)) is not None:
                 yield partial
-        yield _object(output_cls, text)
+        yield _validated(output_cls, text)
 
     async def astream_structured_predict(
         self, output_cls: type[Any], prompt: BasePromptTemplate, llm_kwargs: LlmKwargs = None, **args: Any
     ) -> AsyncGenerator[Any, None]:
-        """The same, in an event loop."""
-        if not self._constrains:
+        """As `stream_structured_predict`, in an event loop."""
+        if not self._uses_constrained_decoding:
             return await super().astream_structured_predict(output_cls, prompt, llm_kwargs, **args)
         messages, options = self._request(output_cls, prompt, llm_kwargs, args)
         return self._astream_objects(output_cls, messages, options)
@@ -78,7 +78,7 @@ class StructuredPrediction(FunctionCallingLLM):
             text = response.message.content or ""
             if (partial := _partial_object(flexible, response)) is not None:
                 yield partial
-        yield _object(output_cls, text)
+        yield _validated(output_cls, text)
 
     def _request(
         self,
@@ -92,15 +92,17 @@ class StructuredPrediction(FunctionCallingLLM):
         return self._get_messages(prompt, **args), options
 
 
-def _object(output_cls: type[Any], text: str | None) -> Any:
+def _validated(output_cls: type[Any], text: str | None) -> Any:
     try:
         return output_cls.model_validate_json(text or "")
     except ValidationError as error:
-        raise UsageError(f"the answer is no {output_cls.__name__}: {error}; it was {text!r:.200}") from error
+        raise UsageError(
+            f"the answer is no valid {output_cls.__name__}: {error}; it was {text!r:.200}"
+        ) from error
 
 
 def _partial_object(flexible: type[Any], response: ChatResponse) -> Any | None:
-    """The object so far; None in the last response, and where there is none yet."""
+    """The object so far; None if there is none yet, and for the last response."""
     if response.raw is not None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Between retrieval and the prompt: registers the retrieved nodes, and prefetches their KV."""
+"""Steps between retrieval and the prompt: one registers the retrieved nodes, one also prefetches their KV."""
 
 import asyncio
 from typing import Any
@@ -43,15 +43,15 @@ class PrefetchingRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = self._retriever.retrieve(query_bundle)
-        self._announce(nodes)
+        self._register_and_prefetch(nodes)
         return nodes
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = await self._retriever.aretrieve(query_bundle)
-        await asyncio.to_thread(self._announce, nodes)
+        await asyncio.to_thread(self._register_and_prefetch, nodes)
         return nodes
 
-    def _announce(self, nodes: list[NodeWithScore]) -> None:
+    def _register_and_prefetch(self, nodes: list[NodeWithScore]) -> None:
         self._llm.remember(nodes)
         self._llm.backend.prefetch(passages_of(nodes))
 

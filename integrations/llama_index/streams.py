@@ -3,7 +3,7 @@
 LlamaIndex's callback decorators wrap our generator in another, and never close ours: it ends only when it is garbage
 collected. A callback handler that stores the exception of a closed stream (`LlamaDebugHandler` does) keeps its
 traceback and so our generator alive, and the device would continue to the last token. Therefore a third generator wraps
-both.
+both, and closes ours when it is closed.
 """
 
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -25,23 +25,23 @@ def closing_with(callback: Callable[..., Any]) -> Callable[[Method], Method]:
         def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
             streams: list[Any] = []
 
-            def kept(*given: Any, **more: Any) -> Any:
+            def recording(*given: Any, **more: Any) -> Any:
                 streams.append(method(*given, **more))
                 return streams[0]
 
-            return _closing(callback(kept)(*args, **kwargs), streams)
+            return _closing(callback(recording)(*args, **kwargs), streams)
 
         @wraps(method)
-        async def awaited(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async def async_wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             streams: list[Any] = []
 
-            async def kept(*given: Any, **more: Any) -> Any:
+            async def recording(*given: Any, **more: Any) -> Any:
                 streams.append(await method(*given, **more))
                 return streams[0]
 
-            return _aclosing(await callback(kept)(*args, **kwargs), streams)
+            return _aclosing(await callback(recording)(*args, **kwargs), streams)
 
-        return cast(Method, awaited if iscoroutinefunction(method) else wrapper)
+        return cast(Method, async_wrapper if iscoroutinefunction(method) else wrapper)
 
     return decorate
 

@@ -45,7 +45,7 @@ class RAGBlendSynthesizer(BaseSynthesizer):
             raise UsageError(f"RAGBlendSynthesizer works with a RAGBlendLLM, not with {type(llm).__name__}")
         options.setdefault("prompt_helper", WholePassages.of_llm(llm))
         options |= {"callback_manager": callback_manager, "streaming": streaming}
-        self._inner = _stock(ResponseMode(response_mode), llm, options)
+        self._inner = _synthesizer_for(ResponseMode(response_mode), llm, options)
         super().__init__(
             llm,
             callback_manager,
@@ -97,17 +97,17 @@ class WholeSummarize(SimpleSummarize):
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **kwargs: Any) -> RESPONSE_TEXT_TYPE:
         ask = self._llm.stream if self._streaming else self._llm.predict
-        answer: RESPONSE_TEXT_TYPE = ask(**self._filled(query_str, text_chunks), **kwargs)
+        answer: RESPONSE_TEXT_TYPE = ask(**self._prompt_arguments(query_str, text_chunks), **kwargs)
         return answer or "Empty Response"
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         ask = self._llm.astream if self._streaming else self._llm.apredict
-        answer: RESPONSE_TEXT_TYPE = await ask(**self._filled(query_str, text_chunks), **kwargs)
+        answer: RESPONSE_TEXT_TYPE = await ask(**self._prompt_arguments(query_str, text_chunks), **kwargs)
         return answer or "Empty Response"
 
-    def _filled(self, query_str: str, text_chunks: Sequence[str]) -> dict[str, Any]:
+    def _prompt_arguments(self, query_str: str, text_chunks: Sequence[str]) -> dict[str, Any]:
         """The prompt's template, and the context in it."""
         template = self._text_qa_template.partial_format(query_str=query_str)
         context = self._prompt_helper.repack(template, text_chunks, llm=self._llm)[0]
@@ -117,7 +117,7 @@ class WholeSummarize(SimpleSummarize):
 MODES = ("compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize")
 
 
-def _stock(mode: ResponseMode, llm: RAGBlendLLM, options: dict[str, Any]) -> BaseSynthesizer:
+def _synthesizer_for(mode: ResponseMode, llm: RAGBlendLLM, options: dict[str, Any]) -> BaseSynthesizer:
     """LlamaIndex's own synthesizer, except for simple_summarize; options: `get_response_synthesizer`'s."""
     if mode.value not in MODES:
         names = ", ".join(MODES)
@@ -125,5 +125,5 @@ def _stock(mode: ResponseMode, llm: RAGBlendLLM, options: dict[str, Any]) -> Bas
     if mode is not ResponseMode.SIMPLE_SUMMARIZE:
         return get_response_synthesizer(llm, response_mode=mode, **options)
     template = options.get("text_qa_template") or DEFAULT_TEXT_QA_PROMPT_SEL
-    known = {name: options[name] for name in ("callback_manager", "prompt_helper", "streaming")}
-    return WholeSummarize(llm, text_qa_template=template, **known)
+    shared = {name: options[name] for name in ("callback_manager", "prompt_helper", "streaming")}
+    return WholeSummarize(llm, text_qa_template=template, **shared)

@@ -102,7 +102,7 @@ def test_stored_kv_is_prefetched(make_tiny, store, documents, monkeypatch):
 def test_wrong_arguments_are_refused(make_tiny, store):
     model = make_tiny()
     for wrong in ({}, {"vectorstore": store, "retriever": store.as_retriever()}):
-        with pytest.raises(ValidationError, match="one place to look"):
+        with pytest.raises(ValidationError, match="not both"):
             RAGBlendRetriever(llm=model, **wrong)
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
         RAGBlendRetriever(llm=model, vectorstore=store, k=0)

@@ -11,7 +11,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 
 from ragblend.integrations.llama_index import RAGBlendSynthesizer, configure
 from ragblend.integrations.llama_index.nodes import passage_of
-from ragblend.integrations.llama_index.packing import WholePassages, packed
+from ragblend.integrations.llama_index.packing import WholePassages, pack_texts
 
 NODES = [
     NodeWithScore(
@@ -35,7 +35,7 @@ TEXTS = [passage_of(node).text for node in NODES]
     ],
 )
 def test_whole_texts_are_joined_while_they_fit(texts, joined):
-    assert list(packed(texts, 4, lambda text: len(text.split()), lambda text: text.split())) == joined
+    assert list(pack_texts(texts, 4, lambda text: len(text.split()), lambda text: text.split())) == joined
 
 
 def test_the_room_in_a_prompt_is_counted_in_the_models_tokens(llm):

@@ -28,7 +28,7 @@ from ragblend.integrations.llama_index import (
     encode_index,
 )
 from ragblend.integrations.llama_index.ingest import nodes_of
-from ragblend.integrations.llama_index.nodes import ALTERNATIVE, passage_of, passages_of
+from ragblend.integrations.llama_index.nodes import ALTERNATIVE_MARK, passage_of, passages_of
 
 NODES = story_nodes()
 IDS = [node.node_id for node in NODES]
@@ -143,7 +143,7 @@ def test_metadata_that_contains_the_whole_text_is_an_alternative_text_of_the_nod
         node.excluded_llm_metadata_keys = node.excluded_embed_metadata_keys = ["window"]
     replace = MetadataReplacementPostProcessor(target_metadata_key="window")
     vector_index(nodes).as_query_engine(llm=llm, node_postprocessors=[replace]).query(QUESTION)
-    windows = [f"s{n}{ALTERNATIVE}window" for n in range(3)]
+    windows = [f"s{n}{ALTERNATIVE_MARK}window" for n in range(3)]
     assert set(windows[:1]) < set(llm.last_stats["kv"]["chunks"]) < set(windows)
 
 

@@ -198,7 +198,7 @@ def test_an_answer_that_is_no_object_of_the_class_is_a_value_error(make_llm):
         def none_is_right(cls, name: str) -> str:
             raise ValueError("no")
 
-    with pytest.raises(ValueError, match="the answer is no Never"):
+    with pytest.raises(ValueError, match="the answer is no valid Never"):
         make_llm(max_new_tokens=50).structured_predict(Never, PROMPT, what="it")
 
 
