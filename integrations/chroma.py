@@ -88,9 +88,8 @@ class VectorIndex:
         """Remove nodes; unknown ids are no error. Their bytes are erased by the next `erase`."""
         with self._library_errors("deleting from"):
             for part in _slices(len(node_ids), NODES_PER_DELETE):
-                found = self._collection().get(where={NODE_KEY: {"$in": list(node_ids[part])}}, include=[])[
-                    "ids"
-                ]
+                of_nodes = {NODE_KEY: {"$in": list(node_ids[part])}}
+                found = self._collection().get(where=of_nodes, include=[])["ids"]
                 if found:
                     self._overwrite(found)
                     self._collection().delete(ids=found)
@@ -99,9 +98,9 @@ class VectorIndex:
         """Replace the vectors by random ones, because the graph keeps deleted vectors."""
         collection = self._collection()
         known = collection.get(ids=ids[:1], include=["embeddings"])["embeddings"]
-        random = np.random.default_rng().normal(size=(len(ids), known.shape[1])).astype(np.float32)
+        noise = np.random.default_rng().normal(size=(len(ids), known.shape[1])).astype(np.float32)
         for part in _slices(len(ids), self._connect().get_max_batch_size()):
-            collection.update(ids=ids[part], embeddings=random[part])
+            collection.update(ids=ids[part], embeddings=noise[part])
 
     def erase(self) -> None:
         """Remove every byte of deleted vectors from the files."""
@@ -116,17 +115,17 @@ class VectorIndex:
     def query(self, embedding: Embeddings, count: int) -> list[Hit]:
         """The `count` nodes nearest to an embedding (E,), best first; fewer if the index has fewer."""
         with self._library_errors("searching"):
-            queried = count * VECTORS_PER_HIT
+            vector_count = count * VECTORS_PER_HIT
             while True:  # the nearest vectors may all belong to a few nodes: query more
-                best = self._nearest(embedding, queried)
-                if len(best) >= count or queried >= self._collection().count():
+                best = self._nearest(embedding, vector_count)
+                if len(best) >= count or vector_count >= self._collection().count():
                     return best[:count]
-                queried *= 4
+                vector_count *= 4
 
-    def _nearest(self, embedding: Embeddings, vectors: int) -> list[Hit]:
-        """The nodes of the nearest vectors, each with its best score."""
+    def _nearest(self, embedding: Embeddings, vector_count: int) -> list[Hit]:
+        """The nodes of the `vector_count` nearest vectors, each with its best score."""
         found = self._collection().query(
-            query_embeddings=embedding[None, :], n_results=vectors, include=["distances", "metadatas"]
+            query_embeddings=embedding[None, :], n_results=vector_count, include=["distances", "metadatas"]
         )
         best: dict[str, float] = {}
         for owner, distance in zip(found["metadatas"][0], found["distances"][0], strict=True):
@@ -271,8 +270,8 @@ def separate_vectors(node_id: str, rows: Embeddings) -> Embeddings:
     _, first = np.unique(rows, axis=0, return_index=True)
     distinct = rows[np.sort(first)]
     seed = int.from_bytes(hashlib.sha256(node_id.encode()).digest()[:8])
-    random = np.random.default_rng(seed).normal(size=distinct.shape)
-    moved: Embeddings = (distinct + JITTER / np.sqrt(distinct.shape[1]) * random).astype(np.float32)
+    noise = np.random.default_rng(seed).normal(size=distinct.shape)
+    moved: Embeddings = (distinct + JITTER / np.sqrt(distinct.shape[1]) * noise).astype(np.float32)
     return moved
 
 

@@ -95,7 +95,7 @@ def test_structured_output_by_a_tool_call(caller_llm):
     ("arguments", "said"),
     [
         ({"schema": {"type": "nonsense"}}, "Invalid type: nonsense"),
-        ({"schema": 3}, "a schema is none"),
+        ({"schema": 3}, "a schema is not valid"),
         ({"schema": None}, "needs a schema"),
         ({"schema": Person, "method": "by heart"}, "method must be"),
         ({"schema": Person, "metod": "json_mode"}, "knows no metod"),
@@ -180,7 +180,7 @@ def test_agents_end_with_an_answer_or_an_object(caller_llm):
 @pytest.mark.parametrize(
     ("tools", "choice", "said"),
     [
-        ([7], None, "a tool is none"),
+        ([7], None, "a tool is not valid"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "letters, digits"),
         ([{"name": "a", "parameters": {"properties": {"b": {"type": "x"}}}}], None, "'a' cannot be kept to"),
         ([{"name": "a", "parameters": {"type": "array"}}], None, "'a' must be an object, not 'array'"),
