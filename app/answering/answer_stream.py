@@ -164,8 +164,11 @@ class AnswerStream(Closing):
     def _final_report(self, result: "Result") -> dict[str, Any]:
         engine, given = self._engine, " ".join(each.text or "" for each in result.prompt.segments)
         unknown = [name for name in names(self.text) if result.prompt.chunks and not contains(given, name)]
-        said = " ".join(in_digits(each.text or "") for each in result.prompt.segments)
-        missing = [figure for figure in result.report.unsupported_figures if not contains(said, figure)]
+        missing = result.report.unsupported_figures
+        if missing:  # unless the passages or the question have it in words; `one` is none
+            texts = (self.question.text, *(chunk.text or "" for chunk in result.prompt.chunks))
+            said = " ".join(map(in_digits, texts))
+            missing = tuple(each for each in missing if each == "1" or not contains(said, each))
         figures = tuple(dict.fromkeys((*missing, *unknown)))
         self._report = replace(result.report, unsupported_figures=figures)
         unsupported = unsupported_notice(figures)

@@ -81,16 +81,22 @@ PERSONS = frozenset(("he", "she"))
 UNITS = "one two three four five six seven eight nine".split()  # noqa: SIM905
 TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()  # noqa: SIM905
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
-NUMBERS_FROM_2 = {  # in other languages, from two to twelve
-    "german": "zwei drei vier fünf sechs sieben acht neun zehn elf zwölf".split(),  # noqa: SIM905
-    "french": "deux trois quatre cinq six sept huit neuf dix onze douze".split(),  # noqa: SIM905
-    "spanish": "dos tres cuatro cinco seis siete ocho nueve diez once doce".split(),  # noqa: SIM905
-    "italian": "due tre quattro cinque sei sette otto nove dieci undici dodici".split(),  # noqa: SIM905
+# German, French, Spanish, Italian, from two to twelve. _: a word that is another one elsewhere (`sept`, `once`, `due`).
+OTHER_NUMBERS = {
+    word: n
+    for words in (
+        "zwei drei vier fünf sechs sieben acht neun zehn elf zwölf",
+        "deux trois quatre cinq _ _ huit neuf dix onze douze",
+        "dos tres cuatro cinco seis siete ocho nueve diez _ doce",
+        "_ tre quattro cinque _ sette otto nove dieci undici dodici",
+    )
+    for n, word in enumerate(words.split(), start=2)
+    if word != "_"
 }
 SMALL = (
     {word: n for n, word in enumerate(["zero", *UNITS, *TEENS])}
     | {word: 10 * n for n, word in enumerate(TENS, start=2)}
-    | {word: n for words in NUMBERS_FROM_2.values() for n, word in enumerate(words, start=2)}
+    | OTHER_NUMBERS
 )
 LARGE = {"thousand": 1000, "million": 1_000_000}
 # `twenty five`, `three hundred and ten`, `two million four thousand`; other words in a row are numbers of their own.
@@ -106,10 +112,10 @@ NUMBER = BELOW_1000 + "".join(
 )
 # The look-ahead for the letters that they begin with makes the search three times as fast.
 NUMBER_WORDS = re.compile(rf"\b(?=[efnostz]){NUMBER}", re.IGNORECASE)
-OTHER_NUMBER_WORDS = {
-    language: re.compile(rf"\b(?:{'|'.join(words)})\b", re.IGNORECASE)
-    for language, words in NUMBERS_FROM_2.items()
-}
+OTHER_NUMBER_WORDS = re.compile(  # not those that are part of a larger one: `vingt-deux`, `treinta y dos`, `dos mil`
+    rf"(?<!\w-)(?<!\by )(?<!\bet )\b(?:{'|'.join(OTHER_NUMBERS)})\b(?!-\w|\s+(?:cents?|mille|mil|mila|mill?i\w+)\b)",
+    re.IGNORECASE,
+)
 CENTURY = re.compile(  # of a year in words: `nineteen forty-five`
     rf"\b(?=[enst])((?:six|seven|eigh|nine)teen|twenty){GAP}(?=(?:{'|'.join([*TENS, *TEENS])})\b)",
     re.IGNORECASE,
@@ -119,13 +125,15 @@ UNITS_OF = {
     "€": "euro", "eur": "euro", "$": "dollar", "usd": "dollar", "£": "pound", "gbp": "pound", "¥": "yen", "jpy": "yen",
     "%": "percent", "prozent": "percent",
 }  # fmt: skip
-CURRENCIES = frozenset(UNITS_OF.values()) - {"percent"}
+ALL_UNITS = frozenset(UNITS_OF.values())
+CURRENCIES = ALL_UNITS - {"percent"}
 PER_CENT = re.compile(r"\bp(?:er|or|our) c(?:ent|iento|ento)\b", re.IGNORECASE)
-OPPOSITES = tuple(
-    map(frozenset, (("on", "off"), ("in", "out"), ("ein", "aus"), ("an", "aus"), ("auf", "zu")))
-)
+OPPOSITES = {
+    "on": ("off",), "off": ("on",), "in": ("out",), "out": ("in",), "ein": ("aus",), "an": ("aus",),
+    "aus": ("ein", "an"), "auf": ("zu",), "zu": ("auf",),
+}  # fmt: skip
 NO_ONE = re.compile(r"\bno[\s-]one\b", re.IGNORECASE)
-Kind = Literal["word", "name", "number", "unit", "not", "stop", "pair"]
+Kind = Literal["word", "name", "number", "unit", "sign", "not", "stop", "pair"]
 
 
 @dataclass(frozen=True)
@@ -157,14 +165,14 @@ def supporting_span(
     sentence before, which names whom `She` is: the evidence must have one of its names. The clauses of a sentence may
     each be supported by another sentence of the passage; the span is then the first clause's.
     """
-    sentence = YES_OR_NO.sub("", sentence)
-    if not is_statement(sentence, least_words):
-        return None
-    return (
-        _span_of_all(sentence, passage, about, before)
-        or _record_of(sentence, passage, about)
-        or _span_of_clauses(sentence, passage, about)
-    )
+    for said in dict.fromkeys((sentence, YES_OR_NO.sub("", sentence))):
+        if is_statement(said, least_words) and (
+            span := _span_of_all(said, passage, about, before)
+            or _record_of(said, passage, about)
+            or _span_of_clauses(said, passage, about)
+        ):
+            return span
+    return None
 
 
 def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None:
@@ -304,7 +312,9 @@ def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan 
             clause = sentence[starts[first] : stops[last]]
             if last + 1 not in rest_from or (first, last) == (0, len(cuts)):
                 continue
-            if len(_content(tokens(clause))) <= LEAST_WORDS or not is_statement(clause):
+            if sum(
+                each.kind != "sign" for each in _content(tokens(clause))
+            ) <= LEAST_WORDS or not is_statement(clause):
                 continue
             if (span := _span_of_all(clause, passage, about)) is not None:
                 rest_from.add(first)
@@ -358,7 +368,9 @@ def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
     found = tokens(sentence)
     # A sentence begins with a capital, whether that is a name or not.
     says_something = any(token.kind != "name" for token in _content(found[1:]))
-    return says_something and least_words <= len(_content(found)) <= MOST_WORDS
+    return (
+        says_something and least_words <= sum(each.kind != "sign" for each in _content(found)) <= MOST_WORDS
+    )
 
 
 def names(text: str) -> list[str]:
@@ -386,6 +398,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
     return [piece for line in re.finditer(r"[^\n]+", text) for piece in _cut(text, line.start(), line.end())]
 
 
+@lru_cache(maxsize=512)
 def tokens(text: str) -> list[Token]:
     """The text's words; numbers in words become digits, and `one` is a word, not a number."""
     return list(_tokens(text))
@@ -396,7 +409,7 @@ def _tokens(text: str) -> Iterator[Token]:
     text = NO_ONE.sub(
         "nobody", PER_CENT.sub("%", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
     )
-    text = plain_numbers(in_digits(text))
+    text = in_digits(text)
     for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
@@ -408,8 +421,7 @@ def _tokens(text: str) -> Iterator[Token]:
 
 def in_digits(text: str) -> str:
     """The text with its numbers in words as digits."""
-    for language in languages_of(text) & OTHER_NUMBER_WORDS.keys():
-        text = OTHER_NUMBER_WORDS[language].sub(_in_digits, text)
+    text = OTHER_NUMBER_WORDS.sub(_in_digits, text)
     return NUMBER_WORDS.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text))
 
 
@@ -428,9 +440,10 @@ def _in_digits(words: re.Match[str]) -> str:
 
 def _token(word: str, plain: str, begins: bool, stop: Set[str]) -> Token:
     if plain[0].isdigit():
+        plain = plain_numbers(plain)
         return Token(plain, "word" if plain == "1" else "number")
-    if (unit := UNITS_OF.get(_stem(plain), _stem(plain))) in UNITS_OF.values():
-        return Token(unit, "unit")
+    if (unit := UNITS_OF.get(plain, _stem(plain))) in ALL_UNITS:
+        return Token(unit, "sign" if len(plain) == 1 else "unit")
     if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
     if word[0].isupper() and not begins and plain not in stop - {"may"}:
@@ -460,7 +473,7 @@ def _content(found: Sequence[Token]) -> list[Token]:
 
 
 def _is_content(token: Token) -> bool:
-    return token.kind in ("name", "number", "unit", "pair") or (
+    return token.kind in ("name", "number", "unit", "sign", "pair") or (
         token.kind == "word" and token.stem not in FRAME_STEMS
     )
 
@@ -496,7 +509,7 @@ def _heading_stems(text: str) -> frozenset[str]:
 
 
 def _currencies_for(present: Set[str], elsewhere: Set[str]) -> Set[str]:
-    """The passage's currencies, if the evidence names none: they are said once, above a list or below it."""
+    """The passage's currencies, if the evidence has none: they are said once, above a list or below it."""
     return elsewhere & CURRENCIES if present.isdisjoint(CURRENCIES) else frozenset()
 
 
@@ -617,7 +630,7 @@ def _share(
     own = [token for token in content if token.stem in present or token.stem not in known]
     if _is_replaced(own, _content(evidence)):
         return 0.0
-    return 1 - len(missing) / len(content)
+    return 1 - len(missing) / max(1, sum(each.kind != "sign" for each in content))
 
 
 def _in_forms_of(evidence: Sequence[Token], claim: Sequence[Token]) -> list[Token]:
@@ -667,10 +680,16 @@ def _is_replaced(content: Sequence[Token], evidence: Sequence[Token]) -> bool:
     none of its neighbours.
     """
     # A unit is on either side of its number.
-    content, evidence = ([each for each in found if each.kind != "unit"] for found in (content, evidence))
+    content, evidence = (
+        [each for each in found if each.kind not in ("unit", "sign")] for found in (content, evidence)
+    )
     claimed, present = [token.stem for token in content], [token.stem for token in evidence]
+    # Words may be on either side, as in `June 14`; a name between two numbers may not.
     neighbours = {*pairwise(present)}
-    neighbours |= {(b, a) for a, b in neighbours if not (a[0].isdigit() and b[0].isdigit())}  # `June 14`
+    for left, token, right in zip(["", *present], evidence, [*present[1:], ""], strict=False):
+        follows, precedes = left[:1].isdigit(), right[:1].isdigit() and not YEAR.fullmatch(right)
+        if not token.stem[0].isdigit() and (token.kind != "name" or follows != precedes):
+            neighbours |= {(token.stem, left), (right, token.stem)}
     for how, start, stop, first, last in SequenceMatcher(
         None, claimed, present, autojunk=False
     ).get_opcodes():
@@ -690,6 +709,7 @@ def _is_replaced(content: Sequence[Token], evidence: Sequence[Token]) -> bool:
 
 def _is_exchanged(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
     """Whether two numbers or two names are exchanged: each is next to what the other is next to in the evidence."""
+    claim, evidence = ([each for each in found if each.kind != "sign"] for found in (claim, evidence))
     for kind in ("number", "name"):
         for step in (-1, 1):
             in_claim, in_evidence = _neighbours(claim, step), _neighbours(evidence, step)
@@ -704,14 +724,13 @@ def _is_exchanged(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
 
 
 def _has_opposite_particle(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
-    """Whether a word is followed by `on` in one of them, and by `off` in the other."""
+    """Whether a word is followed by `on` in one of them, and by `off` in the other, which has no `on` elsewhere."""
     ours, theirs = ({*pairwise(token.stem for token in found)} for found in (claim, evidence))
+    said = {token.stem for token in evidence}
     return any(
-        (word, other) in theirs
+        particle not in said and (word, other) in theirs
         for word, particle in ours - theirs
-        for pair in OPPOSITES
-        for other in pair - {particle}
-        if particle in pair
+        for other in OPPOSITES.get(particle, ())
     )
 
 
@@ -720,13 +739,16 @@ def _is_of_another(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
     `ends on 1 March` of `begins on 1 March and ends on 31 May`. Numbers before their words, `8 fair`, are not moved.
     """
     ours, theirs = _words_around(claim), _words_around(evidence)
-    begun = {before for before, _ in theirs.values()} - {""}
+    begun, said = {before for before, _ in theirs.values()} - {""}, {token.stem for token in claim}
+    if all(after for _, after in theirs.values()):
+        return False
     for number in ours.keys() & theirs.keys():
         (before, after), (known_before, known_after) = ours[number], theirs[number]
         if (
             known_before
             and before != known_before
             and before in begun
+            and known_before not in said
             and not (after and after == known_after)
         ):
             return True
@@ -746,7 +768,9 @@ def _words_around(found: Sequence[Token]) -> dict[str, tuple[str, str]]:
             token.kind == "word"
             and len(token.stem) > 2
             and token.stem not in LARGE_STEMS
-            and not (any(digits[n - 1 : n]) and any(digits[n + 1 : n + 2]))
+            and not (
+                any(digits[n - 1 : n]) and any(digits[n + 1 : n + 2]) and YEAR.fullmatch(found[n + 1].stem)
+            )
         )
     ]
     words = [n for n, stem in enumerate(stems) if not stem[0].isdigit()]
@@ -773,7 +797,7 @@ def _units(found: Sequence[Token]) -> dict[str, set[str]]:
     plain = [token for token in found if token.stem not in LARGE_STEMS]
     units = defaultdict[str, set[str]](set)
     for first, second in pairwise(plain):
-        if first.kind == "number" and second.kind == "unit":
+        if first.kind == "number" and second.kind in ("unit", "sign"):
             units[first.stem].add(second.stem)
         if second.kind == "number" and first.stem in CURRENCIES:
             units[second.stem].add(first.stem)

@@ -20,7 +20,7 @@ _MAYBE_RANGE = re.compile(f"-(?:{'|'.join(_PAIRS)})")
 _THOUSANDS, _THOUSANDS_BY_MARKS = (
     re.compile(rf"(?<![\w.,-])\d{{1,3}}(?:[{marks}]\d{{3}})+(?!\d)") for marks in (".,'’ ", ".,'’")
 )
-_NO_CENTS = re.compile(r"(?<![\w.,-])(\d+)[.,]00(?!\w|[.,-]\d)")
+_NO_CENTS = re.compile(r"(?<![\w.,-])(\d+)[.,]00(?!\d|[.,-]\d)")
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 _WITHOUT_BLANKS = r"\u0e00-\u109f\u1780-\u17ff\u2e80-\U0010ffff"  # Thai to Burmese, Khmer, Chinese, Japanese
 _BY_BLANK = re.compile(r"\d \d{3}(?!\d)")

@@ -182,7 +182,7 @@ def tools_grammar(
 def _arguments(name: str, function: Tool) -> str:
     parameters = function.get("parameters") or {"properties": {}}
     if isinstance(parameters, Mapping):
-        if "object" not in str(parameters.get("type", "object")):
+        if "object" not in str(parameters.get("type") or "object"):
             raise UsageError(
                 f"the arguments of the tool {name!r} must be an object, not {parameters['type']!r}"
             )

@@ -301,6 +301,35 @@ def test_numbers_in_words_are_read_as_they_are_said(words, numbers):
     assert [int(token.stem) for token in tokens(words) if token.kind == "number"] == numbers
 
 
+@pytest.mark.parametrize(
+    ("sentence", "passage", "is_supported"),
+    [
+        ("Sales rose by 5 in May and by 12 in June.", "Sales rose by 12 in May and by 5 in June.", False),
+        ("Rent in Lyon is €700 and in Turin €900.", "Rent in Lyon is €900 and in Turin €700.", False),
+        ("The rooms close on June 14.", "The rooms close on 14 June.", True),
+        ("No, dogs are not allowed on the beach.", "No, dogs are not allowed on the beach.", True),
+        ("La garantie dure deux ans.", "La garantie dure deux ans pour tous les appareils.", True),
+        ("Le club compte 2 membres actifs.", "Le club compte vingt-deux membres actifs.", False),
+        ("The monthly parking fee is €50.", "The parking fee is €50.", False),
+        ("The shop is open from 9.00 to 17.00.", "The shop is open 9.00-17.00.", True),
+        ("The price of the desk is EUR 1,250.", "The price of the desk is EUR1,250.", True),
+        (
+            "On weekends the pool is open from 9 until 18.",
+            "On weekdays the pool is open from 7 until 20, on weekends from 9 until 18.",
+            True,
+        ),
+        ("The café is on Mill Lane.", "The café is off the main road on Mill Lane.", True),
+        (
+            "Eure Kündigungsfrist beträgt laut Vertrag drei Monate.",
+            "Die Kündigungsfrist beträgt laut Vertrag drei Monate für beide Seiten.",
+            True,
+        ),
+    ],
+)
+def test_what_stands_around_a_figure_decides(sentence, passage, is_supported):
+    assert (supporting_span(sentence, passage) is not None) is is_supported
+
+
 INVOICE = """Invoice 0042
 Tarn Supplies, 14 Weir Lane. Billed to: Mossley Dental. Chair: Nora Tarn.
 Present: Iver Vale, Selma Quist.

@@ -91,6 +91,9 @@ def test_a_figure_that_a_passage_has_in_words_is_no_doubt(talks, chat, engine):
     """`3 boats` had a citation, and the mark of a figure that is in no passage."""
     engine.reply, engine.unsupported = ("3 boats lie at the quay, ", "not 7."), ("3", "7")
     assert asked(talks, chat, "Which boats lie at the quay?").report["unsupported_figures"] == ["7"]
+    # The instruction asks for "one or two short sentences", which supports no figure.
+    engine.reply, engine.unsupported = ("2 boats lie at the quay",), ("2",)
+    assert asked(talks, chat, "Which boats lie at the quay?").report["unsupported_figures"] == ["2"]
 
 
 def test_a_code_that_no_passage_has_is_told(talks):
