@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
-from ragblend.engine.model.hub import cached_models, download, is_hub_id, local_copy, writes_text
+from ragblend.engine.model.hub import cached_models, download, is_causal_lm, is_hub_id, local_copy
 from ragblend.kvstore.errors import DownloadStoppedError, ModelError, SettingsError, did_you_mean
 
 
@@ -78,7 +78,7 @@ def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[LocalModel]:
     """Models that were converted from a .gguf, except for the bundled one, which is listed as bundled."""
     for config in sorted(models.glob("*/config.json")):
         folder = config.parent
-        if writes_text(folder) and not any(folder.name.startswith(f"{path.stem}-") for path in bundled):
+        if is_causal_lm(folder) and not any(folder.name.startswith(f"{path.stem}-") for path in bundled):
             weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             yield LocalModel(str(folder), "converted", weights)
 

@@ -274,7 +274,7 @@ def kernels_of(engine: Any) -> Row:
     decoder = engine.runtime.decoder
     found = {codec: decoder.has_kernels("placement", codec) for codec in ("raw", "int8", "int4")}
     rows = torch.arange(2, device=decoder.device)
-    view = decoder.row_block(rows, 3, decoder.embed(rows)).views
+    view = decoder.row_block(rows, 3, decoder.embed(rows)).arguments
     return found | {
         "shift": decoder.has_kernels("shift"),
         "attention": any("scattered" in v for v in view.values()),

@@ -153,7 +153,7 @@ def record_phases(engine: Engine) -> Iterator[Phases]:
             phase = "MLP" if name == "mlp" else "projections"
             hooks.append(module.register_forward_pre_hook(lambda *_, phase=phase: phases.begin(phase)))
             hooks.append(module.register_forward_hook(lambda *_: phases.end()))
-    AttentionInterface.register(attention.NAME, phases.around(attention.rows_attention, "attention"))
+    AttentionInterface.register(attention.OWN_ATTENTION, phases.around(attention.rows_attention, "attention"))
     try:
         with (
             mock.patch.object(Recorder, "part", recorded),

@@ -32,7 +32,14 @@ from ragblend.engine.selection import (
     by_attention,
 )
 from ragblend.engine.selection.base import ProbeResult
-from ragblend.engine.selection.shift import NEAR_GAIN, NEAR_TOKENS, NOISE, SHRINK_SIZES, STRENGTH, RowScale
+from ragblend.engine.selection.shift import (
+    NEAR_GAIN,
+    NEAR_TOKENS,
+    NOISE,
+    SHRINK_PER_DIMENSION,
+    STRENGTH,
+    RowScale,
+)
 from ragblend.kvstore.errors import UsageError
 
 LOOKED_AT = 0.3  # share of the stored rows
@@ -92,12 +99,12 @@ class ShiftVariant(ByAttention):
     def _correction(self, change: LayerChange, observed: Tensor, computed: Tensor, chunk: slice) -> Tensor:
         """(n, F): the correction of one chunk's rows from the observed changes (C, F) of its computed rows."""
         count = len(observed)
-        trust = STRENGTH * count / (count + SHRINK_SIZES * change.keys.shape[-1])
+        trust = STRENGTH * count / (count + SHRINK_PER_DIMENSION * change.keys.shape[-1])
         if self.scope == "mean":
             return (trust * observed.mean(0, keepdim=True)).expand(chunk.stop - chunk.start, -1)
         known = change.stored(computed)
         scale = RowScale.of(*known)
-        fitted, every = scale.compared(*known).float(), scale.compared(*change.stored(chunk)).float()
+        fitted, every = scale.scaled(*known).float(), scale.scaled(*change.stored(chunk)).float()
         system = _similarity(fitted, fitted, computed, computed)
         system.diagonal().add_(NOISE)
         near = _similarity(

@@ -203,7 +203,7 @@ class StagedLoader(LayerLoader):
         with self._recorder.part("stall", layer, stream="device"):
             while len(self._tickets) <= layer:
                 self._queue()
-            self._transfers.arrive(self._tickets[layer])
+            self._transfers.wait_for(self._tickets[layer])
 
     def pace(self) -> None:
         super().pace()
@@ -225,7 +225,7 @@ class StagedLoader(LayerLoader):
         read = group.of(layer) if group.nbytes else None
         self._tickets.append(self._transfers.deliver(partial(self._copy_layer, layer, read, fills)))
         self._reads[layer] = []
-        if not self._transfers.keeps_reads:
+        if not self._transfers.keeps_sources:
             self._kept_alive.append((read, fills))
         if layer == group.layers[-1]:
             self._reading.popleft()

@@ -16,11 +16,11 @@ from ragblend.engine.model.decoder import CONVOLUTION, Decoder, constant_rope_to
 from ragblend.engine.model.device import (
     TransferStream,
     memory_tiers,
-    reads_at_once,
+    reader_count,
     release_cached_memory,
     transfer_stream,
 )
-from ragblend.engine.model.gate import TEXT, GateVerdict, cached_verdict, run_gate
+from ragblend.engine.model.gate import GATE_TEXT, GateVerdict, cached_verdict, run_gate
 from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.runtime_base import RuntimeBase, log, once
@@ -163,7 +163,7 @@ class Runtime(RuntimeBase):
         elif CONVOLUTION in decoder.layer_types and self.config.fuse != "all":
             verdict = GateVerdict(False, (), UNMEASURED)
         else:
-            ids, folder = self.tokenizing.passage_ids(TEXT), self.home / "models"
+            ids, folder = self.tokenizing.passage_ids(GATE_TEXT), self.home / "models"
             verdict = cached_verdict(
                 folder,
                 self.fingerprint.digest,
@@ -218,7 +218,7 @@ class Runtime(RuntimeBase):
                 until = time.monotonic() + (INSISTS_S if insists else 0.0)
                 choice: DecodeSelector | None = vars(self).get("choice")
                 if choice is not None and choice.needs_measurement:
-                    text = self.tokenizing.passage_ids(TEXT)
+                    text = self.tokenizing.passage_ids(GATE_TEXT)
                     choice.measure(text, lambda: turn.should_stop() and time.monotonic() >= until)
         except Cancelled:
             self._interrupted += 1
@@ -231,7 +231,7 @@ class Runtime(RuntimeBase):
     @once
     def readers(self) -> ThreadPoolExecutor:
         """The loader's threads."""
-        return ThreadPoolExecutor(reads_at_once(self.device), thread_name_prefix="ragblend-loader")
+        return ThreadPoolExecutor(reader_count(self.device), thread_name_prefix="ragblend-loader")
 
     @once
     def transfers(self) -> TransferStream:

@@ -18,7 +18,7 @@ from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.decoding.sampling import LogprobRecorder, logits_processors
 from ragblend.engine.decoding.text import TextStream, decode_text
 from ragblend.engine.decoding.uncertainty import UncertaintyCheck, View, likely_tokens
-from ragblend.engine.model.attention import ROOM_STEP
+from ragblend.engine.model.attention import CAPACITY_STEP
 from ragblend.engine.model.decoder import constant_rope_tokens
 from ragblend.engine.prompts.figures import figures_in, unsupported_figures
 from ragblend.engine.prompts.segments import Prompt
@@ -221,7 +221,7 @@ def _full_prefill(
         return False
 
     decoder = runtime.decoder
-    cache = FusedCache(decoder.geometry, len(prompt), len(answer) + ROOM_STEP, decoder.device)
+    cache = FusedCache(decoder.geometry, len(prompt), len(answer) + CAPACITY_STEP, decoder.device)
     cache.step = Append(CallbackCancel(between_layers))
     ids = torch.tensor([[*prompt, *answer]], device=decoder.device)
     with torch.inference_mode():

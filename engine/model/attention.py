@@ -2,12 +2,13 @@
 
 Torch's CPU kernel computes every masked score: for scattered rows twice as many as causality needs, and ten times as
 many with a sliding window. Rows are ascending, so a tile of rows sees one range of keys. With few rows, heads that
-share a key head are folded into rows, so that the keys are read once. On processors with AVX-512 BF16 but no AMX that
-kernel has no bfloat16 products (66 GFLOP/s a core, products 400): there a tile is three plain operations in a core's
-cache. Rows whose attention is collected use plain products too, so that a policy gets their weights, for that layer
-only. On CUDA a kernel of our own takes scattered rows without a mask. Registered with transformers under its own names
-(a documented extension point); without tiles, scattered rows or collector it is transformers' sdpa, or the model's own
-eager attention, unchanged.
+share a key head are folded into rows, so that the keys are read once. On processors with AVX-512 BF16 but no AMX,
+torch's kernel does not use bfloat16 instructions (66 GFLOP/s per core; plain products reach 400): there a tile is three
+plain operations in a core's cache. Rows whose attention is collected use plain products too, so that a policy gets
+their weights, for that layer only. On CUDA a kernel of our own takes scattered rows without a mask.
+
+Both attentions are registered with transformers under names of our own (a documented extension point). Without tiles,
+scattered rows or collector they are transformers' sdpa and the model's own eager attention, unchanged.
 
 Masks are built from true positions: a row at position p sees the keys at positions <= p, and in a sliding layer only
 those > p - window. A mask aligned to the bottom right corner, as usual for contiguous rows, would let scattered rows
@@ -28,20 +29,18 @@ from torch import Tensor, nn
 
 from ragblend.engine.model.device import cpu_features
 
-NAME, EAGER = "ragblend", "ragblend_eager"
-ROOM_STEP = 256
+OWN_ATTENTION, OWN_EAGER = "ragblend", "ragblend_eager"
+CAPACITY_STEP = 256  # tokens: the smallest step between rounded capacities
 TILE_ROWS = 64  # the fastest of 32, 64, 128 and 256, by the kernel and by products
-WIDE_TILE_ROWS = (
-    128  # the same if keys are packed: 64 unfolded take 1.3 to 2 times as long for 800 rows of 3,200
-)
+# The same if keys are packed: 64 unfolded take 1.3 to 2 times as long for 800 rows of 3,200.
+WIDE_TILE_ROWS = 128
 WASTED_SCORES = 8192  # masked scores that cost as much as one more tile's calls
 WASTED_PRODUCTS = 12288  # the same for products, where a tile has its own shape
-FOLDED_ROWS = (
-    256  # the most rows whose folded masks are kept, as more cost much memory; without AMX the most to fold
-)
+# The folded masks of more rows are not kept, because they take much memory; without AMX more rows are not folded.
+MAX_FOLDED_ROWS = 256
 # How much faster products must be: unlike the kernel they round scores to the model's dtype.
 PRODUCTS_GAIN = 1.25
-_MEASURING = threading.Lock()
+_measuring_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Tile:
     _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def folded(self, group: int, is_kept: bool) -> Tensor | None:
-        """(group * rows, keys): the mask of all keys, repeated for a group's heads; is_kept: for the next layers."""
+        """(group * rows, keys): the mask of all keys, repeated for a group's heads. is_kept: for later layers."""
         if self.mask is None or group in self._folds:
             return self._folds.get(group)
         rows, keys = self.stop - self.start, self.stop_key - self.first_key
@@ -84,7 +83,7 @@ class ScatteredRows:
 class AttentionCollector:
     """Collects the attention of the last `rows` of the computed rows.
 
-    They see keys from first_key on; mask (rows, K) is additive, and zero before masked_from_key.
+    These rows see keys from first_key on; mask (rows, K) is additive, and zero before masked_from_key.
     collect(self, queries (N, rows, D), keys (H, K, D), scaling, weights (N, rows, K)) returns None, and may raise.
     """
 
@@ -99,26 +98,27 @@ CollectAttention = Callable[[AttentionCollector, Tensor, Tensor, float, Tensor],
 
 
 def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor | None = None) -> list[Tile]:
-    """Cut ascending positions (R,) into tiles; masks have dtype. absent (T,) bool: keys that are not there.
+    """Cut ascending positions (R,) into tiles; masks have dtype. absent (T,) bool: keys that no row sees.
 
-    All keys up to the last row must hold finite numbers: for products, tiles end at rounded numbers of keys.
+    All keys up to the last row must be finite: for products a tile ends at a rounded number of keys, so it may contain
+    keys that are not computed yet.
     """
-    tiles, rounds = [], products_are_faster(dtype)
+    tiles, rounds_stop = [], products_are_faster(dtype)
     most_rows = WIDE_TILE_ROWS if packs_keys(dtype) else TILE_ROWS
-    wasted = WASTED_PRODUCTS if rounds else WASTED_SCORES * most_rows // TILE_ROWS
+    wasted = WASTED_PRODUCTS if rounds_stop else WASTED_SCORES * most_rows // TILE_ROWS
     for start, end in _cuts(rows.tolist(), most_rows, wasted):
         tile = rows[start:end]
         first, least, stop = 0, int(tile[0]) + 1, int(tile[-1]) + 1
-        if rounds:
+        if rounds_stop:
             stop = min(rounded_up(stop), int(rows[-1]) + 1)
         if window is not None:
             first = max(0, least - window)
-        ragged = masked_from(first, least, stop, window, absent)
+        masked_from_key = masked_from(first, least, stop, window, absent)
         mask = None
-        if ragged < stop:
-            visible = position_mask(tile, stop, window, absent, ragged)[0, 0]
+        if masked_from_key < stop:
+            visible = position_mask(tile, stop, window, absent, masked_from_key)[0, 0]
             mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        tiles.append(Tile(start, end, first, stop, ragged, mask))
+        tiles.append(Tile(start, end, first, stop, masked_from_key, mask))
     return tiles
 
 
@@ -128,17 +128,22 @@ def masked_from(first: int, least: int, stop: int, window: int | None, absent: T
 
 
 def rounded_up(tokens: int) -> int:
-    """Rounded to an eighth of the power of two below: oneDNN compiles each shape, a megabyte and a millisecond."""
-    step = max(ROOM_STEP, 1 << max(0, tokens.bit_length() - 4))
+    """Round up to a multiple of CAPACITY_STEP, or of an eighth of the largest power of two in `tokens`.
+
+    oneDNN compiles each new shape, which takes a megabyte and a millisecond.
+    """
+    step = max(CAPACITY_STEP, 1 << max(0, tokens.bit_length() - 4))
     return -(-tokens // step) * step
 
 
 def _cuts(positions: list[int], most_rows: int, most_wasted: int) -> list[tuple[int, int]]:
-    """(start, end) of each tile: so many rows at most, and a cut before a gap that would waste more scores."""
+    """(start, end) of each tile: at most most_rows rows, with a cut where a gap between positions would waste more than
+    most_wasted scores.
+    """
     starts = [0]
     for number, (before, position) in enumerate(pairwise(positions), 1):
-        held = number - starts[-1]
-        if held == most_rows or held * (position - before) > most_wasted:
+        rows = number - starts[-1]
+        if rows == most_rows or rows * (position - before) > most_wasted:
             starts.append(number)
     return list(pairwise([*starts, len(positions)])) if positions else []
 
@@ -147,7 +152,7 @@ def products_are_faster(dtype: torch.dtype) -> bool:
     """Whether plain products are faster than torch's attention kernel on this machine; measured once, in a few ms."""
     if dtype != torch.bfloat16 or packs_keys(dtype):
         return False  # about equal: 60 and 64 GFLOP/s in float32
-    with _MEASURING:  # it changes torch's number of threads
+    with _measuring_lock:  # it changes torch's number of threads
         return _measured_faster()
 
 
@@ -159,7 +164,7 @@ def packs_keys(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _measured_faster() -> bool:
-    """Measured on one thread: under load, several would measure their waits for each other."""
+    """Measures on one thread: under load, several threads would wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -184,8 +189,8 @@ def position_mask(
 ) -> Tensor:
     """The mask of `rows` over the keys first_key..total_tokens.
 
-    rows (R,) positions, ascending; window: tokens that a sliding layer sees, the row's own included, or None; absent
-    (T,) bool: keys that are not there. Returns bool (1, 1, R, keys), True where the row may attend.
+    rows (R,) positions, ascending; window: tokens that a row sees in a sliding layer, its own included, or None; absent
+    (T,) bool: keys that no row sees. Returns bool (1, 1, R, keys), True where the row may attend.
     """
     mask = causal_mask(rows, torch.arange(first_key, total_tokens, device=rows.device), window)
     if absent is not None:
@@ -208,15 +213,15 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def register() -> str:
-    """Register both attentions with transformers; returns NAME. Idempotent."""
+    """Register both attentions with transformers; returns OWN_ATTENTION. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    AttentionInterface.register(NAME, rows_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    AttentionInterface.register(EAGER, eager_attention)
-    AttentionMaskInterface.register(EAGER, eager_mask)
-    return NAME
+    AttentionInterface.register(OWN_ATTENTION, rows_attention)
+    AttentionMaskInterface.register(OWN_ATTENTION, sdpa_mask)
+    AttentionInterface.register(OWN_EAGER, eager_attention)
+    AttentionMaskInterface.register(OWN_EAGER, eager_mask)
+    return OWN_ATTENTION
 
 
 def rows_attention(
@@ -303,7 +308,7 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
     """query (1, N, R, D), key and value (1, H, T, D) -> (1, R, N, D), tile by tile."""
     heads, rows, size = query.shape[1:]
     group = heads // key.shape[1]
-    is_small = rows <= FOLDED_ROWS
+    is_small = rows <= MAX_FOLDED_ROWS
     folds = is_small or packs_keys(query.dtype)
     groups = query.reshape(key.shape[1], group, rows, size)  # (H, G, R, D)
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
@@ -334,19 +339,19 @@ def _by_products(
     group = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
     groups = query.reshape(key.shape[1], group, rows, width)  # (H, G, R, D)
-    near = _centred(key[0, :, : tiles[-1].stop_key])  # later rows may not be written yet
+    centred = _centred(key[0, :, : tiles[-1].stop_key])  # later rows may not be written yet
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
-    nothing = query.new_zeros(1)
+    zero = query.new_zeros(1)
     sizes = [group * (tile.stop - tile.start) * (tile.stop_key - tile.first_key) for tile in tiles]
-    room = query.new_empty(max(sizes, default=0))
+    scratch = query.new_empty(max(sizes, default=0))
     for tile, size in zip(tiles, sizes, strict=True):
         keys = slice(tile.first_key, tile.stop_key)
         for head, queries in enumerate(groups[:, :, tile.start : tile.stop].flatten(1, 2)):  # (G * R, D)
-            scores = room[:size].view(len(queries), -1)
-            torch.addmm(nothing, queries, near[head, keys].T, beta=0, alpha=scale, out=scores)
+            scores = scratch[:size].view(len(queries), -1)
+            torch.addmm(zero, queries, centred[head, keys].T, beta=0, alpha=scale, out=scores)
             if tile.mask is not None:
-                each = scores.view(group, -1, scores.shape[1])
-                each[..., tile.masked_from_key - tile.first_key :].add_(tile.mask)
+                by_head = scores.view(group, -1, scores.shape[1])
+                by_head[..., tile.masked_from_key - tile.first_key :].add_(tile.mask)
             part = torch.softmax(scores, -1, out=scores) @ value[0, head, keys]
             of_head = out[0, tile.start : tile.stop, head * group : (head + 1) * group]
             of_head.copy_(part.view(group, -1, part.shape[-1]).transpose(0, 1))
@@ -360,16 +365,16 @@ def _collected(
     heads, rows, size = query.shape
     keys, values = key[:, collector.first_key :], value[:, collector.first_key :]
     key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
-    ragged = collector.masked_from_key - collector.first_key
+    masked = slice(collector.masked_from_key - collector.first_key, None)
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
-    padded, near = padded_scores(query, (heads, rows, keys.shape[1])), _centred(keys)
+    padded, centred = padded_scores(query, (heads, rows, keys.shape[1])), _centred(keys)
     weights = padded[..., : keys.shape[1]]
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
     # On a CPU a head at a time: its scores stay in the cache, and no keys are copied as batched products would.
     for head in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
         scores = weights.view(key_heads, -1, keys.shape[1])[head]
-        torch.matmul(grouped[head], near[head].mT, out=scores)
-        scores.view(-1, rows, keys.shape[1])[..., ragged:].add_(collector.mask[:, ragged:])
+        torch.matmul(grouped[head], centred[head].mT, out=scores)
+        scores.view(-1, rows, keys.shape[1])[..., masked].add_(collector.mask[:, masked])
         whole = padded.view(key_heads, -1, padded.shape[-1])[head]
         torch.softmax(whole, -1, out=whole)
         torch.matmul(scores, values[head], out=out[head])
@@ -379,17 +384,17 @@ def _collected(
 
 
 def _centred(keys: Tensor) -> Tensor:
-    """Keys (H, K, D) without what all of them share, which changes no weight.
+    """Keys (H, K, D) minus their mean, which changes no attention weight.
 
-    A product is rounded to its dtype: of scores up to 12,700, as Qwen2.5-1.5B's first layer has by the bias of its
-    keys, that left a layer's output 9% off, and 0.2% without the shared part.
+    Products are rounded to their dtype. Qwen2.5-1.5B's first layer has scores up to 12,700, because its keys have a
+    bias: rounding made its output 9% wrong, and 0.2% after the mean was subtracted.
     """
     return keys if keys.dtype == torch.float32 else keys - keys.mean(1, keepdim=True)
 
 
 def padded_scores(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """New scores (N, W, K), on a card followed by -inf up to a multiple of eight: its products are several times slower
-    for other rows. They are padded and no view, because softmax would copy a view twice.
+    """An uninitialised tensor for scores (N, W, K). On a GPU K is padded with -inf to a multiple of eight, because
+    products are several times slower for other sizes. The padding is returned too: softmax would copy a view twice.
     """
     extra = 0 if like.device.type == "cpu" else -shape[-1] % 8
     scores = like.new_empty((*shape[:-1], shape[-1] + extra))

@@ -61,42 +61,43 @@ def checked_folder(folder: Path) -> Path:
     return folder
 
 
-def weights_digest(folder: Path, ledger: Path) -> str:
+def weights_digest(folder: Path, digest_cache: Path) -> str:
     """SHA-256 of the model's weights and config.
 
-    ledger: a JSON file that caches digests (see `file_digest`).
+    digest_cache: a JSON file that caches digests (see `file_digest`).
     """
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")])
-    return _combined((file.name, file_digest(file, ledger)) for file in files)
+    return _combined((file.name, file_digest(file, digest_cache)) for file in files)
 
 
-def tokenizer_digest(folder: Path, ledger: Path) -> str:
+def tokenizer_digest(folder: Path, digest_cache: Path) -> str:
     """SHA-256 of the tokenizer's files."""
     patterns = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
     files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
-    return _combined((file.name, file_digest(file, ledger)) for file in files)
+    return _combined((file.name, file_digest(file, digest_cache)) for file in files)
 
 
-def file_digest(file: Path, ledger: Path) -> str:
-    """SHA-256 of a file's content, cached in `ledger` while size, inode and both times stay the same.
+def file_digest(file: Path, digest_cache: Path) -> str:
+    """SHA-256 of a file's content, cached in `digest_cache` while its size, inode and both times stay the same.
 
-    Two fine-tuned models have one size, and `rsync` and archives set the modification time; nothing sets the other.
+    Two fine-tuned models may have the same size, and `rsync` and archives set the modification time; nothing sets the
+    change time.
     """
     state = file.stat()
     entry = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}|{state.st_ctime_ns}|{state.st_ino}"
-    known = _read_ledger(ledger)
+    known = _read_digests(digest_cache)
     if entry not in known:
         with file.open("rb") as stream:
             known[entry] = hashlib.file_digest(stream, "sha256").hexdigest()
         with suppress(OSError):  # if the disk is full, the next process computes it again
-            make_private_folder(ledger.parent)
-            replace_durably(ledger, json.dumps(known, indent=1, sort_keys=True))
+            make_private_folder(digest_cache.parent)
+            replace_durably(digest_cache, json.dumps(known, indent=1, sort_keys=True))
     return known[entry]
 
 
-def _read_ledger(ledger: Path) -> dict[str, str]:
+def _read_digests(digest_cache: Path) -> dict[str, str]:
     try:
-        found = json.loads(ledger.read_text("utf-8"))
+        found = json.loads(digest_cache.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

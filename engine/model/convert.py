@@ -21,7 +21,8 @@ from ragblend.kvstore.system import replace, sync_folder
 # Raised by transformers' readers; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
 CONVERSION_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, EOFError, struct.error)
 _TOKENIZER = "tokenizer_config.json"
-DRAFT, ABANDONED_AFTER_S = ".converting-", 24 * 3600
+DRAFT_PREFIX = ".converting-"  # of folders that are not complete yet
+ABANDONED_AFTER_S = 24 * 3600
 log = logging.getLogger("ragblend")
 
 
@@ -63,7 +64,9 @@ def _create(folder: Path, marker: str, fill: Callable[[Path], None]) -> None:
     try:
         make_private_folder(folder.parent)
         _remove_abandoned(folder.parent)
-        with tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder.parent, ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(
+            prefix=DRAFT_PREFIX, dir=folder.parent, ignore_cleanup_errors=True
+        ) as name:
             draft = Path(name)
             fill(draft)
             for file in draft.iterdir():  # else a power cut could leave empty files under the final name
@@ -82,29 +85,29 @@ def _create(folder: Path, marker: str, fill: Callable[[Path], None]) -> None:
 
 def _remove_abandoned(models: Path) -> None:
     """Remove temporary folders of killed conversions; each is as large as a model."""
-    for draft in models.glob(f"{DRAFT}*"):
+    for draft in models.glob(f"{DRAFT_PREFIX}*"):
         with suppress(FileNotFoundError):  # finished, or removed by another process
             if draft.stat().st_mtime < time.time() - ABANDONED_AFTER_S:
                 shutil.rmtree(draft, ignore_errors=True)
 
 
 @lru_cache(maxsize=1)
-def _parsed(gguf: str) -> Any:
+def _cached_reader(gguf: str) -> Any:
     from gguf.gguf_reader import GGUFReader
 
     return GGUFReader(gguf)
 
 
 @contextmanager
-def _reading(gguf: Path) -> Iterator[None]:
-    """Give transformers one reader of the file: it makes three for a model, each of which parses the vocabulary again
-    for seconds. It shows no bar of its own. Raises CorruptModelError for what the readers raise.
+def _shared_reader(gguf: Path) -> Iterator[None]:
+    """Context in which transformers uses one reader of the file, and shows no progress bar: it would create three for a
+    model, each of which parses the vocabulary for seconds. Raises CorruptModelError for what the readers raise.
     """
     import gguf as package
     from gguf.gguf_reader import GGUFReader
 
     weights_reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
-    package.GGUFReader = _parsed  # type: ignore[misc, assignment]
+    package.GGUFReader = _cached_reader  # type: ignore[misc, assignment]
     bar, weights_reader.tqdm = weights_reader.tqdm, partial(weights_reader.tqdm, disable=True)
     try:
         yield
@@ -127,7 +130,7 @@ def _convert_tokenizer(gguf: Path, folder: Path) -> None:
         raise CorruptModelError(
             f"{gguf} does not begin with GGUF (found {magic!r}): it is another kind of file or damaged"
         )
-    with _reading(gguf):
+    with _shared_reader(gguf):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)
 
@@ -138,7 +141,7 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
 
     from ragblend.engine.model.device import exclusive_model_loading
 
-    with exclusive_model_loading(), _reading(gguf):
+    with exclusive_model_loading(), _shared_reader(gguf):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
@@ -150,4 +153,4 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
         model.hf_quantizer = None  # type: ignore[assignment]
         model.save_pretrained(folder)
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
-    _parsed.cache_clear()
+    _cached_reader.cache_clear()

@@ -1,9 +1,8 @@
 """Gated short convolutions (LFM2): a layer in which a row depends on itself and on the few rows before it.
 
 The convolution's inputs are kept as the layer's KV: of each row its C numbers, the first half as keys (which are not
-rotated), the second as values. So loading, storing, moving, truncating and correcting them need nothing of their own,
-and any row can be computed alone, because the inputs before it are in the cache: stored, or new where they were
-computed.
+rotated), the second as values. So loading, storing, truncating and correcting them need no code of their own, and any
+row can be computed alone, because the inputs before it are in the cache, stored or recomputed.
 """
 
 from collections.abc import Sequence

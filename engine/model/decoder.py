@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ragblend.engine.kernels import available
 from ragblend.engine.model.attention import (
-    EAGER,
-    NAME,
+    OWN_ATTENTION,
+    OWN_EAGER,
     AttentionCollector,
     CollectAttention,
     ScatteredRows,
@@ -34,9 +34,9 @@ from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
 
 FULL, SLIDING, CONVOLUTION = "full_attention", "sliding_attention", "conv"
-# What a part is called: LFM2's models have the second names.
-NORM, ROTARY = ("norm", "embedding_norm"), ("rotary_emb", "pos_emb")
-PER_LAYER = {"head_dim", "num_key_value_heads", "sliding_window"}  # what must be the same in all layers
+# Attribute names of a model's parts; LFM2's models have the second ones.
+NORM_NAMES, ROTARY_NAMES = ("norm", "embedding_norm"), ("rotary_emb", "pos_emb")
+SAME_IN_ALL_LAYERS = {"head_dim", "num_key_value_heads", "sliding_window"}
 # RoPE types whose frequencies change with the sequence's length, and are constant up to `constant_rope_tokens`.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # More rows than this pass through a layer in several blocks, which keeps activations small beside the KV. Results are
@@ -49,15 +49,15 @@ AttentionArguments = dict[str, Any]  # mask, tiles, scattered, collector
 class RowBlock:
     """Rows being computed: (R,) positions, and by layer type their rotary tables and attention arguments.
 
-    views, collecting: the arguments without and with collection of the last rows' attention; collecting may be empty.
-    total_tokens: of the sequence, or of as much of it as they may see; seen (S,): positions of the keys that they get,
-    None for all.
+    arguments, collecting_arguments: the attention arguments without and with collection of the last rows' attention;
+    the latter may be empty. total_tokens: of the sequence, or of the beginning that the rows may see; seen (S,):
+    positions of the keys that attention gets, None for all.
     """
 
     rows: Tensor
     rotary: dict[str, tuple[Tensor, Tensor]]
-    views: dict[str, AttentionArguments]
-    collecting: dict[str, AttentionArguments]
+    arguments: dict[str, AttentionArguments]
+    collecting_arguments: dict[str, AttentionArguments]
     total_tokens: int
     seen: Tensor | None = None
 
@@ -67,26 +67,29 @@ class Decoder(ABC):
 
     layer_types: by layer, one of `known_types`; ropes: inv_freq by layer type; layouts: by layer, detected by the gate;
     tiles: whether attention takes rows in tiles; kernels: whether Triton kernels are used where they work;
-    passes_arguments, shows_attention: whether layers pass arguments of ours on to attention, and attention can be
-    collected. rounding: the factor on the allowed error between `own_logits` and the parts, for parts that run on other
-    kernels.
+    passes_arguments: whether layers pass arguments of ours on to attention; shows_attention: whether attention can be
+    collected. error_factor: the factor on the error that the gate allows between `own_logits` and the parts, for parts
+    that use other kernels than the model.
     """
 
     model: nn.Module
-    rounding = 1.0
+    error_factor = 1.0
     known_types: tuple[str, ...] = (FULL, SLIDING)
 
-    def __init__(self, config: Any, dtype: str, attention: str, device: torch.device, passes: bool) -> None:
-        """attention: name of the implementation that layers call; passes: whether layers pass arguments on to it."""
+    def __init__(
+        self, config: Any, dtype: str, attention: str, device: torch.device, passes_arguments: bool
+    ) -> None:
+        """attention: name of the implementation that layers call, and pass arguments on to if passes_arguments."""
         self.config, self.attention, self.device = config, attention, device
         self.geometry = kv_geometry(config, dtype)
         self.layer_types = _layer_types(config, self.geometry.layers, self.known_types)
         self.window: int | None = getattr(config, "sliding_window", None)
         self.layouts = [HALF] * self.geometry.layers
         self.ropes: dict[str, Tensor] = {}
-        self.tiles = attention == NAME and passes and device.type == "cpu"
-        self.kernels, self.passes_arguments = device.type == "cuda", attention == NAME and passes
-        self.shows_attention = attention in (NAME, EAGER) and passes
+        self.tiles = attention == OWN_ATTENTION and passes_arguments and device.type == "cpu"
+        self.kernels = device.type == "cuda"
+        self.passes_arguments = attention == OWN_ATTENTION and passes_arguments
+        self.shows_attention = attention in (OWN_ATTENTION, OWN_EAGER) and passes_arguments
 
     def disable_attention_collection(self) -> None:
         """Disable what needs arguments of ours, for layers that do not pass arguments on to their attention."""
@@ -116,7 +119,7 @@ class Decoder(ABC):
     @property
     @abstractmethod
     def attention_share(self) -> float:
-        """Attention's share of a layer's parameters: the cost of computing only a layer's keys and values, at most."""
+        """Attention's share of a layer's parameters: at most the cost of computing only a layer's keys and values."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -150,48 +153,48 @@ class Decoder(ABC):
     ) -> RowBlock:
         """Rotary tables and masks of these rows in a sequence of total_tokens.
 
-        collected: of how many of the last rows attention can be collected; absent (T,) bool: keys that are not there.
+        collected: the number of last rows whose attention can be collected; absent (T,) bool: keys that no row sees.
         """
         rotary: dict[str, tuple[Tensor, Tensor]] = {}
-        views: dict[str, AttentionArguments] = {}
-        collecting: dict[str, AttentionArguments] = {}
+        arguments: dict[str, AttentionArguments] = {}
+        collecting_arguments: dict[str, AttentionArguments] = {}
         for kind in sorted(set(self.layer_types)):
             given = rows, total_tokens, kind, hidden.dtype, absent
             rotary[kind] = self.rotary(kind, rows, hidden)
-            views[kind] = self._view(*given)
+            arguments[kind] = self._arguments_of(*given)
             if collected and kind != CONVOLUTION:
-                collecting[kind] = self._collecting(*given, collected)
-        return RowBlock(rows, rotary, views, collecting, total_tokens)
+                collecting_arguments[kind] = self._collecting_arguments(*given, collected)
+        return RowBlock(rows, rotary, arguments, collecting_arguments, total_tokens)
 
     def with_keys(self, block: RowBlock, keys: Tensor, dtype: torch.dtype) -> RowBlock:
-        """The same rows, restricted to the keys at positions (S,), which include the rows themselves."""
-        views: dict[str, AttentionArguments] = {
+        """The same block, restricted to the keys at positions (S,), which include those of the rows themselves."""
+        arguments: dict[str, AttentionArguments] = {
             kind: {"attention_mask": additive_mask(causal_mask(block.rows, keys, self._window(kind)), dtype)}
             for kind in block.rotary
         }
-        return replace(block, views=views, collecting={}, seen=keys)
+        return replace(block, arguments=arguments, collecting_arguments={}, seen=keys)
 
     def attention_arguments(
         self, layer: int, block: RowBlock, collect: CollectAttention | None
     ) -> AttentionArguments:
         """The attention arguments of one layer."""
         kind = self.layer_types[layer]
-        if collect is None or not block.collecting:
-            return block.views[kind]
-        view = block.collecting[kind]
-        return view | {"collector": replace(view["collector"], collect=collect)}
+        if collect is None or not block.collecting_arguments:
+            return block.arguments[kind]
+        arguments = block.collecting_arguments[kind]
+        return arguments | {"collector": replace(arguments["collector"], collect=collect)}
 
     def _window(self, kind: str) -> int | None:
         """Tokens that a row sees in layers of that type, its own included; None for all before it."""
         return self.window if kind == SLIDING else None
 
-    def _view(
+    def _arguments_of(
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None
     ) -> AttentionArguments:
         window = self._window(kind)
         if kind == CONVOLUTION:
             return {"attention_mask": None}
-        if self.attention not in (NAME, "sdpa"):
+        if self.attention not in (OWN_ATTENTION, "sdpa"):
             # Eager (soft caps, sinks) applies only the mask that it is given.
             return {"attention_mask": additive_mask(position_mask(rows, tokens, window, absent), dtype)}
         if rows.numel() == tokens and (window is None or window >= tokens):
@@ -212,19 +215,21 @@ class Decoder(ABC):
         group = self.config.num_attention_heads // _attention_heads(self.config)
         return supports(self.device, dtype, self.geometry.key_size, group, windowed)
 
-    def _collecting(
+    def _collecting_arguments(
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None, collected: int
     ) -> AttentionArguments:
-        """The arguments with a collector for the last rows, to which only the collector's mask applies."""
+        """The attention arguments with a collector for the last rows, to which only the collector's mask applies."""
         first, last = rows[:-collected], rows[-collected:]
         window = self._window(kind)
         least = int(last[0]) + 1
         start = 0 if window is None else max(0, least - window)
         mask = additive_mask(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
-        ragged = masked_from(start, least, tokens, window, absent)
-        of = rows if self.attention == EAGER else first
-        view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
-        return view | {"collector": AttentionCollector(collected, start, mask, ragged)}
+        masked_from_key = masked_from(start, least, tokens, window, absent)
+        of = rows if self.attention == OWN_EAGER else first
+        arguments: AttentionArguments = {"attention_mask": None}
+        if of.numel():
+            arguments = self._arguments_of(of, tokens, kind, dtype, absent)
+        return arguments | {"collector": AttentionCollector(collected, start, mask, masked_from_key)}
 
 
 class TransformersDecoder(Decoder):
@@ -235,13 +240,13 @@ class TransformersDecoder(Decoder):
     def __init__(self, model: nn.Module, dtype: str) -> None:
         self.model = model
         self.base = _base_of(model)
-        self._norm, self._rotary = _part(self.base, NORM), _part(self.base, ROTARY)
+        self._norm, self._rotary = _part(self.base, NORM_NAMES), _part(self.base, ROTARY_NAMES)
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         self.layers: list[nn.Module] = list(self.base.layers)[: config.num_hidden_layers]  # type: ignore[arg-type]
         arguments = inspect.signature(self.layers[0].forward).parameters.values()
-        passes = any(each.kind is each.VAR_KEYWORD for each in arguments)
+        passes_arguments = any(each.kind is each.VAR_KEYWORD for each in arguments)
         device = next(model.parameters()).device
-        super().__init__(config, dtype, config._attn_implementation, device, passes)
+        super().__init__(config, dtype, config._attn_implementation, device, passes_arguments)
         self.ropes = _ropes(self._rotary, set(self.layer_types))
         for layer, kind in zip(self.layers, self.layer_types, strict=False):
             if kind == CONVOLUTION:
@@ -302,7 +307,7 @@ def _base_of(model: nn.Module) -> nn.Module:
     name = type(model).__name__
     if not isinstance(base, nn.Module) or not hasattr(model, "lm_head"):
         raise UnsupportedModelError(f"{name} is no decoder with a language head that can be taken apart")
-    for part in (("embed_tokens",), ("layers",), NORM, ROTARY):
+    for part in (("embed_tokens",), ("layers",), NORM_NAMES, ROTARY_NAMES):
         if _part(base, part) is None:
             raise UnsupportedModelError(f"{name} has no {part[0]!r}: only decoders with RoPE can be fused")
     return base
@@ -330,7 +335,7 @@ def kv_geometry(config: Any, dtype: str) -> Geometry:
     layers = config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError("the model compresses or shares its KV between layers (MLA, KV sharing)")
-    if differing := PER_LAYER & set(getattr(config, "per_layer_attributes", None) or ()):
+    if differing := SAME_IN_ALL_LAYERS & set(getattr(config, "per_layer_attributes", None) or ()):
         names = ", ".join(sorted(differing))
         raise UnsupportedModelError(f"the layers keep KV of different shapes ({names} differ, as in Gemma 4)")
     kv_heads = _attention_heads(config)

@@ -27,7 +27,7 @@ from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
 MAX_READERS = 8
 MAX_LAYERS_AHEAD = 2  # layers that the host queues ahead, so that the device is never idle
-_loading, _recording = threading.Lock(), threading.Lock()
+_loading_lock, _recording_lock = threading.Lock(), threading.Lock()
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def exclusive_model_loading() -> Iterator[None]:
     import_module("ragblend.engine.cache")
     from transformers import logging
 
-    with _loading:
+    with _loading_lock:
         before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
         try:
             yield
@@ -58,7 +58,7 @@ def pick_device(name: str | None) -> torch.device:
     if kind not in present:
         raise UsageError(f"device {name!r} is unknown; pass cpu, cuda or mps")
     if not present[kind]:
-        raise UsageError(f"device {name!r} was asked for, and torch sees none here; pass --device cpu")
+        raise UsageError(f"device {name!r} was requested, but torch finds none here; pass --device cpu")
     return torch.device(name)
 
 
@@ -119,17 +119,17 @@ def release_cached_memory(device: torch.device) -> None:
 
 @functools.cache
 def measure_rates(device: torch.device, dtype: str) -> tuple[float, float]:
-    """FLOP/s of a prompt's products and bytes/s of a single token's, measured in a fraction of a second.
+    """FLOP/s in a prompt's products, and bytes/s in a single token's, measured in a fraction of a second.
 
-    Halved, as attention, norms and calls take as long as the products (SmolLM2 and Qwen2.5-1.5B, 2 cores).
+    Both are halved, as attention, norms and calls take as long as the products (SmolLM2 and Qwen2.5-1.5B, 2 cores).
     """
     size, rows = 2048, 256
     weights = [torch.ones(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(8)]
     many, one = (torch.ones(count, size, device=device, dtype=DTYPES[dtype]) for count in (rows, 1))
-    reading = fastest_s(device, lambda: [many @ each for each in weights[:2]])
-    writing = fastest_s(device, lambda: [one @ each for each in weights])
+    prompt_s = fastest_s(device, lambda: [many @ each for each in weights[:2]])
+    token_s = fastest_s(device, lambda: [one @ each for each in weights])
     nbytes = sum(each.nbytes for each in weights)
-    return 2 * rows * size * size * 2 / reading / 2, nbytes / writing / 2
+    return 2 * rows * size * size * 2 / prompt_s / 2, nbytes / token_s / 2
 
 
 def fastest_s(device: torch.device, work: Callable[[], object]) -> float:
@@ -144,9 +144,9 @@ def fastest_s(device: torch.device, work: Callable[[], object]) -> float:
     return min(times)
 
 
-def reads_at_once(device: torch.device) -> int:
-    """Number of threads that read stored KV. With an accelerator the cores are free, and it accepts fifty gigabytes a
-    second, while one thread reads and verifies only a few.
+def reader_count(device: torch.device) -> int:
+    """Number of threads that read stored KV. With an accelerator there are more: the cores are free, and it accepts
+    fifty gigabytes a second, while one thread reads and verifies only a few.
     """
     return 2 if device.type == "cpu" else min(MAX_READERS, max(2, (os.cpu_count() or 1) // 2))
 
@@ -158,7 +158,7 @@ def record_calls(device: torch.device, work: Callable[[], object]) -> Callable[[
     """
     if device.type != "cuda":
         return work
-    with torch.cuda.device(device), _recording:  # another engine may be recording
+    with torch.cuda.device(device), _recording_lock:  # another engine may be recording
         few = torch.ones(2, 2, device=device)
         few @ few  # creates this thread's library handles, which cannot be created while recording
         stream, pool, _ = _recordings(device)
@@ -170,8 +170,9 @@ def record_calls(device: torch.device, work: Callable[[], object]) -> Callable[[
 
 @functools.cache
 def _recordings(device: torch.device) -> tuple[Any, Any, Any]:
-    """One stream for all recordings, as libraries keep a workspace for each; one memory pool, as recordings are played
-    one at a time and keep nothing in it; and a recording that stays: torch drops a pool with its last one.
+    """One stream for all recordings, because libraries keep a workspace for each stream; one memory pool, because
+    recordings are played one at a time and keep nothing in it; and one recording that stays, because torch drops a pool
+    with its last recording.
     """
     stream, few = torch.cuda.Stream(device), torch.ones(2, 2, device=device)
     pool = torch.cuda.graph_pool_handle()
@@ -186,21 +187,21 @@ def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
         try:
             work()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # says only that it failed
-                _end(graph, stream, pool)
+            with contextlib.suppress(RuntimeError):  # `work`'s error explains more
+                _end_recording(graph, stream, pool)
             raise
-        _end(graph, stream, pool)
+        _end_recording(graph, stream, pool)
     return graph
 
 
-def _end(graph: Any, stream: Any, pool: Any) -> None:
-    """End a recording. A failed one leaves its pool open: memory that two streams used stays held, and nothing more can
-    be recorded there. This closes the pool; the next recording gets a new one, and this one's device memory is lost.
+def _end_recording(graph: Any, stream: Any, pool: Any) -> None:
+    """End a recording. A failed one leaves its pool open: memory that two streams used stays allocated, and nothing can
+    be recorded in it. So the pool is closed, the next recording gets a new one, and this pool's device memory is lost.
     """
     try:
         graph.capture_end()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError, AttributeError):  # has another name before torch 2.8
+        with contextlib.suppress(RuntimeError, AttributeError):  # another name before torch 2.8
             torch._C._cuda_endAllocateToPool(stream.device_index, pool)
         _recordings.cache_clear()
         raise
@@ -223,12 +224,12 @@ def memory_tiers(
     device: torch.device, memory_bytes: int | None, device_bytes: int | None, policy: str | None = None
 ) -> list[MemoryTier]:
     """The store's tiers above the disk, fastest first. Bytes: None for the default, 0 for no tier."""
-    row, defaults = policy_named(policy or DEFAULT_POLICY), default_budgets(device)
+    eviction_policy, defaults = policy_named(policy or DEFAULT_POLICY), default_budgets(device)
     memory = defaults[0] if memory_bytes is None else memory_bytes
     on_device = 0 if device.type == "cpu" else defaults[1] if device_bytes is None else device_bytes
     tiers = (
-        MemoryTier("device", on_device, device, policy=row),
-        MemoryTier("memory", memory, pinned=device.type == "cuda", policy=row),
+        MemoryTier("device", on_device, device, policy=eviction_policy),
+        MemoryTier("memory", memory, pinned=device.type == "cuda", policy=eviction_policy),
     )
     return [tier for tier in tiers if tier.budget_bytes]
 
@@ -237,7 +238,7 @@ class TransferStream:
     """Transfers on the CPU: host memory is device memory, so nothing is staged."""
 
     staged = False  # whether KV has to be copied to the device
-    keeps_reads = True  # whether a queued copy keeps its source alive
+    keeps_sources = True  # whether a queued copy keeps its source alive
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -250,11 +251,11 @@ class TransferStream:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def deliver(self, copies: Callable[[], None]) -> Any:
-        """Queue copies (and rotations), which overlap with compute; returns a ticket for `arrive`."""
+        """Queue copies (and rotations), which overlap with compute; returns a ticket for `wait_for`."""
         copies()
         return None
 
-    def arrive(self, ticket: Any) -> None:
+    def wait_for(self, ticket: Any) -> None:
         """Make the compute stream wait for that delivery; the host does not wait."""
 
     def pace(self) -> None:
@@ -304,7 +305,7 @@ class CudaTransfers(TransferStream):
             copies()
             return self._stream.record_event()
 
-    def arrive(self, ticket: Any) -> None:
+    def wait_for(self, ticket: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(ticket)
 
     def pace(self) -> None:
@@ -335,7 +336,7 @@ class MpsTransfers(TransferStream):
     """Transfers on Apple's GPU: one stream, where a copy does not keep its source alive (pytorch issue 189690)."""
 
     staged = True
-    keeps_reads = False
+    keeps_sources = False
 
     def finish(self) -> None:
         self.synchronize()

@@ -39,12 +39,12 @@ VERSION = 6  # raise it when the test or attention changes, to invalidate saved 
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
-# The tolerance is for this many layers. For more it grows with the root of their number (at least as fast as the error
-# of 8 to 64 random layers in bfloat16), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real
-# models of 24 to 30 layers on other kernels 0.02, and a wrong prefix gives the real ones 0.17 at least.
-SHALLOW = 16
+# The tolerance is for this many layers. With more it grows as the square root of their number, to at most twice: at
+# least as fast as the error of 8 to 64 random layers in bfloat16. Llama-3-8B's shape with random weights has an error
+# of 0.05 on an H100, real models of 24 to 30 layers 0.02 on other kernels, and at least 0.17 with a wrong prefix.
+SHALLOW_LAYERS = 16
 FAR_TOKENS = 150  # the position that a chunk is moved to; not a multiple of any likely period
-TEXT = (
+GATE_TEXT = (
     "The harbour master kept two ledgers. In the first she wrote the names of the ships, the hour they came and what "
     "they carried; in the second, which nobody was meant to see, the names of those who never came back. When the "
     "storm of the ninth of November broke the northern mole, both ledgers were in the lamp room, and only one was "
@@ -64,7 +64,10 @@ class GateCheck:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """Whether a model's KV may be fused, and the reason if not. shows_attention: whether attention can be collected."""
+    """Whether a model's KV may be fused, and the reason if not.
+
+    layouts: the rotary layout of each layer; shows_attention: whether attention can be collected.
+    """
 
     passed: bool
     checks: tuple[GateCheck, ...] = ()
@@ -82,7 +85,7 @@ def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
     assert len(ids) >= 24, "the gate needs text to work on"
     test = _SelfTest(decoder, ids)
     moving = test.moving()
-    if not (decoder.shows_attention and test.showing_attention()):
+    if not (decoder.shows_attention and test.attention_is_shown()):
         decoder.disable_attention_collection()
     checks = (test.all_rows(), test.some_rows(), moving, test.causality(), test.exactness(), test.shifting())
     failed = [f"{c.name}: error {c.error:.2g}, allowed {c.allowed:.2g}" for c in checks if not c.passed]
@@ -92,11 +95,14 @@ def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
 
 
 class _SelfTest:
+    """The checks, on a prompt that is cut into a prefix, two chunks and a suffix."""
+
     def __init__(self, decoder: Decoder, ids: list[int]) -> None:
         self.decoder = decoder
-        third = len(ids) // 4
-        self.prefix, self.first, self.second = ids[:third], ids[third : 2 * third], ids[2 * third : 3 * third]
-        self.suffix = ids[3 * third :]
+        quarter = len(ids) // 4
+        self.prefix, self.first = ids[:quarter], ids[quarter : 2 * quarter]
+        self.second = ids[2 * quarter : 3 * quarter]
+        self.suffix = ids[3 * quarter :]
         self.allowed = TOLERANCE[decoder.geometry.dtype]
         self._encoder = ChunkEncoder(decoder, self.prefix)
         self._encoded = dict[tuple[int, ...], HeldChunk]()
@@ -106,7 +112,7 @@ class _SelfTest:
         ids = [*self.prefix, *self.first, *self.second, *self.suffix]
         logits, _ = self._fused("recompute", self.first, self.second)
         error = relative_error(logits, self.decoder.own_logits(ids))
-        return self._check("all rows recomputed equals the model", error, self.decoder.rounding)
+        return self._check("all rows recomputed equals the model", error, self.decoder.error_factor)
 
     @torch.inference_mode()
     def some_rows(self) -> GateCheck:
@@ -138,7 +144,7 @@ class _SelfTest:
                 (relative_error(keys, far), layout) for keys, layout in moved
             )
             errors.append(error)
-        return self._check("moved keys equal keys computed there", max(errors))
+        return self._check("rotated keys equal keys computed at their position", max(errors))
 
     @torch.inference_mode()
     def _keys_at(self, layer: int, start: int) -> Tensor:
@@ -155,7 +161,7 @@ class _SelfTest:
         raise AssertionError("the layer never called the cache")
 
     def causality(self) -> GateCheck:
-        """Another last chunk does not change the KV of the rows before it, in any layer."""
+        """Changing the last chunk does not change the KV of the rows before it, in any layer."""
         _, one = self._fused("cacheblend", self.first, self.second)
         _, two = self._fused("cacheblend", self.first, self.second[::-1])
         stop = len(self.prefix) + len(self.first)
@@ -167,8 +173,8 @@ class _SelfTest:
         _, reuse = self._fused("reuse", self.first, self.second)
         start = len(self.prefix)
         error = _largest_error(full, reuse, start, start + len(self.first))
-        deep = min(max(1.0, self.decoder.geometry.layers / SHALLOW) ** 0.5, 2.0)
-        return self._check("a chunk behind its prefix is exact", error, deep)
+        depth_factor = min(max(1.0, self.decoder.geometry.layers / SHALLOW_LAYERS) ** 0.5, 2.0)
+        return self._check("a chunk directly after its prefix is exact", error, depth_factor)
 
     def shifting(self) -> GateCheck:
         """Policies that shift KV give finite logits, with and without collecting attention."""
@@ -178,19 +184,21 @@ class _SelfTest:
         finite = all(
             bool(self._fused(policy, self.first, self.second)[0].isfinite().all()) for policy in policies
         )
-        return self._check("shifted KV is sound", 0.0 if finite else math.inf)
+        return self._check("shifted KV gives finite logits", 0.0 if finite else math.inf)
 
     @torch.inference_mode()
-    def showing_attention(self) -> bool:
+    def attention_is_shown(self) -> bool:
         """Whether attention of each layer type can be collected without changing its output."""
         decoder = self.decoder
         ids = torch.tensor([*self.prefix, *self.first, *self.suffix], device=decoder.device)
         hidden, rows = decoder.embed(ids), torch.arange(ids.numel(), device=decoder.device)
         block = decoder.row_block(rows, ids.numel(), hidden, collected=len(self.suffix))
         kinds = {decoder.layer_types[layer] for layer in decoder.attention_layers}
-        return all(self._is_shown(decoder.layer_types.index(kind), hidden, block) for kind in kinds)
+        return all(
+            self._layer_shows_attention(decoder.layer_types.index(kind), hidden, block) for kind in kinds
+        )
 
-    def _is_shown(self, layer: int, hidden: Tensor, block: RowBlock) -> bool:
+    def _layer_shows_attention(self, layer: int, hidden: Tensor, block: RowBlock) -> bool:
         shown: list[Tensor] = []
 
         def computed(collect: CollectAttention | None) -> Tensor:
@@ -205,20 +213,20 @@ class _SelfTest:
             return False
         return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
 
-    def _check(self, name: str, error: float, times: float = 1.0) -> GateCheck:
-        """times: factor on the allowed error."""
-        allowed = self.allowed * times
+    def _check(self, name: str, error: float, factor: float = 1.0) -> GateCheck:
+        """The result of a check; factor multiplies the allowed error."""
+        allowed = self.allowed * factor
         return GateCheck(name, error <= allowed, error, allowed)  # NaN compares false
 
     def _fused(self, method: str | Policy, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
         decoder, policy = self.decoder, policy_named(method)
-        ids, placed = list(self.prefix), list[Span]()
+        ids, spans = list(self.prefix), list[Span]()
         for number, chunk in enumerate(chunks):
-            placed.append(Span(len(ids), len(chunk), self._kv(chunk), exact=number == 0))
+            spans.append(Span(len(ids), len(chunk), self._kv(chunk), exact=number == 0))
             ids += chunk
         ids += self.suffix
         tokens = torch.tensor(ids, device=decoder.device)
-        plan = make_plan(tokens, tuple(placed), decoder.geometry.layers, 0.3, decoder.attention_share)
+        plan = make_plan(tokens, tuple(spans), decoder.geometry.layers, 0.3, decoder.attention_share)
         transfers = transfer_stream(decoder.device)
         with (
             ThreadPoolExecutor(1) as pool,
@@ -247,7 +255,7 @@ def _largest_error(one: FusedCache, two: FusedCache, start: int, stop: int) -> f
 
 
 def cached_verdict(
-    folder: Path, fingerprint: str, device: torch.device, layers: int, judge: Callable[[], GateVerdict]
+    folder: Path, fingerprint: str, device: torch.device, layers: int, run_checks: Callable[[], GateVerdict]
 ) -> GateVerdict:
     """The saved verdict for this model, this device and these versions of the libraries that compute; or a new one,
     which is saved.
@@ -263,8 +271,8 @@ def cached_verdict(
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     try:
-        verdict = judge()
-    except Exception as error:  # not saved: a temporary lack of memory must not refuse the model for ever
+        verdict = run_checks()
+    except Exception as error:  # not saved, because the cause may be temporary, such as a lack of memory
         reason = f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
         return GateVerdict(False, (), reason)
     with contextlib.suppress(OSError):  # on a full disk the next start repeats the test

@@ -10,7 +10,7 @@ from typing import Any
 
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 
-PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+FILE_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _INDEX = "model.safetensors.index.json"
 Progress = Callable[[int, int], None]
 
@@ -30,7 +30,7 @@ def local_copy(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True))
+        folder = Path(snapshot_download(name, allow_patterns=FILE_PATTERNS, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         return None
     return folder if _is_complete(folder) else None
@@ -46,11 +46,11 @@ def cached_models() -> list[tuple[str, int]]:
     except (CacheNotFound, ValueError, OSError):
         return []
     models = [(one.repo_id, one.size_on_disk) for one in repositories if one.repo_type == "model"]
-    return [(name, size) for name, size in models if (folder := local_copy(name)) and writes_text(folder)]
+    return [(name, size) for name, size in models if (folder := local_copy(name)) and is_causal_lm(folder)]
 
 
-def writes_text(folder: Path) -> bool:
-    """Whether its config names a causal language model; embedders in the same cache do not."""
+def is_causal_lm(folder: Path) -> bool:
+    """Whether the config in that folder names a causal language model, as those of embedders do not."""
     try:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
     except (OSError, ValueError, AttributeError):
@@ -67,7 +67,7 @@ def download(name: str, progress: Progress | None = None, stop: threading.Event 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    fetch = partial(snapshot_download, name, allow_patterns=PATTERNS)
+    fetch = partial(snapshot_download, name, allow_patterns=FILE_PATTERNS)
     try:
         if progress is None:
             return Path(fetch())
@@ -98,7 +98,9 @@ def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) ->
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal most
             if stop.is_set():
-                raise DownloadStoppedError("the download was stopped; what has come is kept for next time")
+                raise DownloadStoppedError(
+                    "the download was stopped; what was downloaded is kept for the next one"
+                )
             self.n += n or 0
             if self._counts_bytes:
                 with lock:  # bytes are counted twice, when they arrive and when files are assembled

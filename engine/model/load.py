@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ragblend.engine.model.attention import EAGER, NAME, register
+from ragblend.engine.model.attention import OWN_ATTENTION, OWN_EAGER, register
 from ragblend.engine.model.checkpoints import find_model, tokenizer_digest, weights_digest
 from ragblend.engine.model.convert import convert_gguf, convert_gguf_tokenizer, is_converted
 from ragblend.engine.model.decoder import Decoder, TransformersDecoder, kv_geometry, rope_parameters
@@ -42,7 +42,7 @@ def was_quantized(name: str, parameters: int) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Raises TokenizerMissingError."""
+    """The tokenizer in that folder. Raises TokenizerMissingError."""
     from transformers import AutoTokenizer
 
     try:
@@ -64,7 +64,7 @@ def locate_tokenizer(name: str, home: Path, dtype: str) -> Path:
 
 
 def needs_conversion(name: str, home: Path, dtype: str) -> bool:
-    """Whether a model's first use will take a minute."""
+    """Whether the model is a GGUF that its first use will convert, which takes a minute."""
     found = find_model(name)
     return found.is_file() and not is_converted(found, home, dtype)
 
@@ -92,7 +92,7 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
             )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise DeviceError(
-            f"there is too little memory on {device} for the model in {folder}; a smaller model, or --device cpu"
+            f"there is too little memory on {device} for the model in {folder}; use a smaller model, or --device cpu"
         ) from error
     except SafetensorError as error:
         raise CorruptModelError(f"the weights in {folder} are damaged: {error}; fetch them again") from error
@@ -116,17 +116,18 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
 def use_own_attention(model: Any) -> None:
     """Make the model call our attention (`attention.py`) in place of sdpa or its own eager one.
 
-    Models with soft caps use eager: transformers before 5.20 calls sdpa for them, which ignores caps.
+    Models with soft caps get the eager one: transformers before 5.20 calls sdpa for them, which ignores caps.
     """
     register()
     caps = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-    own = EAGER if caps else {"sdpa": NAME, "eager": EAGER}.get(model.config._attn_implementation)
+    replacements = {"sdpa": OWN_ATTENTION, "eager": OWN_EAGER}
+    own = OWN_EAGER if caps else replacements.get(model.config._attn_implementation)
     if own is not None:
         model.set_attn_implementation(own)
 
 
-def fingerprint(folder: Path, ledger: Path, config: Any, dtype: str) -> ModelFingerprint:
+def fingerprint(folder: Path, digest_cache: Path, config: Any, dtype: str) -> ModelFingerprint:
     """The model's identity: KV may be shared only between models of the same content, dtype, shape and rotation."""
-    weights, tokenizer = weights_digest(folder, ledger), tokenizer_digest(folder, ledger)
+    weights, tokenizer = weights_digest(folder, digest_cache), tokenizer_digest(folder, digest_cache)
     rope = json.dumps(rope_parameters(config), sort_keys=True, default=str)
     return ModelFingerprint(weights, tokenizer, kv_geometry(config, dtype), rope)

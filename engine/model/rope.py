@@ -76,7 +76,7 @@ def rotate_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
 def rotated(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     """`rotate_` into a new tensor, rounding to keys' dtype at each step. keys (..., T, D); cos, sin (T, R/2).
 
-    For differences and fitting; keys that are attended to need `rotate_`.
+    Exact enough for differences of keys and for fitting; keys that rows attend to need `rotate_`.
     """
     result = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
     if rope.layout == UNROTATED:

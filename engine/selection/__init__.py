@@ -1,11 +1,11 @@
-"""Policies: which rows of a prompt are recomputed. Each method is a row of one table.
+"""Policies: which rows of a prompt are recomputed. Each method is an entry of one table.
 
     Static(choose)                   rows known from the plan                             static.py
     AfterLayer(deviation)            rows selected by their KV's change in one layer      after_layer.py
     ByAttention(layers, score)       rows selected by the question's attention            by_attention.py
     ... shift=KernelShift()          also corrects the rows that are not recomputed       shift.py
 
-Results of each method: docs/methods.md. To add one, write its file and a row here: docs/add-a-policy.md.
+Results of each method: docs/methods.md. To add one, write its file and add an entry here: docs/add-a-policy.md.
 """
 
 from dataclasses import replace

@@ -42,16 +42,16 @@ class AfterLayer(Policy):
         self._parsed_shares()
 
     def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
-        # Without a budget the check would only cost time.
+        # Without a budget nothing can be selected, and the check would only cost time.
         return base.needed_rows(plan) if plan.budget == 0 else base.inexact_rows(plan)
 
     def passes(self, plan: Plan) -> list[tuple[float, float]]:
         if not base.can_choose(plan):
             return super().passes(plan)
         check, always = self._check_layer(plan), plan.always_tokens
-        behind = always + self.remaining_ratio(plan) * plan.stored_tokens
+        remaining_rows = always + self.remaining_ratio(plan) * plan.stored_tokens
         every = always + plan.candidate_tokens
-        return [(every, check + plan.attention_share), (behind, plan.layers - check)]
+        return [(every, check + plan.attention_share), (remaining_rows, plan.layers - check)]
 
     def peeks(self, plan: Plan, layer: int) -> bool:
         return layer == self._check_layer(plan) and base.can_choose(plan)
@@ -78,8 +78,8 @@ class AfterLayer(Policy):
         """The remaining ratio per layer from the check layer on; a minimum if none remains."""
         check, most = self._check_layer(plan), base.recomputable_share(plan)
         spent = (check + plan.attention_share) * most
-        left = (plan.ratio * plan.layers - spent) / (plan.layers - check)
-        return min(max(left, min(base.FLOOR_RATIO, plan.ratio)), most)
+        remaining = (plan.ratio * plan.layers - spent) / (plan.layers - check)
+        return min(max(remaining, min(base.FLOOR_RATIO, plan.ratio)), most)
 
     def _check_layer(self, plan: Plan) -> int:
         return min(self.check_layer, plan.layers - 1)
@@ -89,8 +89,8 @@ class AfterLayer(Policy):
             shares = [float(share) for share in self.shares.split("/")]
         except ValueError:
             shares = [-1.0]
-        falling = all(before >= after for before, after in pairwise(shares))
-        if not falling or not 0 <= shares[-1] <= shares[0] < math.inf or shares[0] == 0:
+        is_non_increasing = all(before >= after for before, after in pairwise(shares))
+        if not is_non_increasing or not 0 <= shares[-1] <= shares[0] < math.inf or shares[0] == 0:
             raise UsageError(
                 "shares are numbers from 0 with / between, the first above 0 and none larger than the one before "
                 f"(3/2/1), not {self.shares!r}"
@@ -106,12 +106,12 @@ def _interpolated(shares: list[float], layers: int) -> list[float]:
 
 
 def value_deviation(evidence: Evidence) -> Tensor:
-    """(R,) float32: of values, as in CacheBlend's released code."""
+    """(R,) float32: the deviation of each row's values, as in CacheBlend's released code."""
     return _squared_distance(evidence.new_values, evidence.old_values)
 
 
 def key_deviation(evidence: Evidence) -> Tensor:
-    """(R,) float32: of keys, as in LMCache."""
+    """(R,) float32: the deviation of each row's keys, as in LMCache."""
     return _squared_distance(evidence.new_keys, evidence.old_keys)
 
 

@@ -14,9 +14,9 @@ from ragblend.engine.plan import Plan, Span, TokenKind
 from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.kvstore.errors import UsageError
 
-# The ratio that remains, at least, if selection has used up the whole ratio.
+# The least ratio that remains if selection has used up the whole ratio.
 FLOOR_RATIO = 0.01
-# Attention is collected for at most this many last rows after the last chunk, because it takes (N, W, T).
+# Attention is collected for at most this many rows W, the last ones after the last chunk: its weights are (N, W, T).
 COLLECTED_ROWS = 128
 
 
@@ -117,13 +117,13 @@ class Policy:
         return range(0)
 
     def digest(self, plan: Plan) -> Tensor | None:
-        """(S,) ascending positions that the probe's rows attend to in passing from layer to layer, with all rows that
-        are no candidates among them; None: all. Attention is collected over all keys in any case.
+        """(S,) ascending positions of the keys that the probe's rows attend to, all rows that are no candidates among
+        them; None: all keys. The attention that is collected always covers all keys.
         """
         return None
 
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
-        """(K,) float32: a score of each key by one layer's attention, which is not kept."""
+        """(K,) float32: a score for each key from one layer's attention, which is discarded afterwards."""
         raise AssertionError(f"{self.name} collects no attention")
 
     def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
@@ -178,8 +178,8 @@ def inexact_rows(plan: Plan) -> Tensor:
 
 
 def fresh_rows(plan: Plan) -> Tensor:
-    """(R,) positions of the literals, and of chunks that are not loaded before any stored one: what a probe computes
-    there is final, and loading goes on meanwhile.
+    """(R,) positions of the literals, and of the not-loaded chunks before the first missing or reusable one: what a
+    probe computes of these chunks is final, and stored KV is loaded meanwhile.
     """
     rows = plan.kinds == TokenKind.FRESH
     rows[: plan.settled_tokens] |= plan.always[: plan.settled_tokens]

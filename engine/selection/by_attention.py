@@ -2,8 +2,8 @@
 
 The probe runs the fresh rows once over the stored KV, up to the last layer whose attention is collected. Each of those
 layers scores its keys, a token's score is the mean over layers, and the highest are computed, with the fresh rows.
-Missing chunks are left out of the probe, where they would cost as much as later. The cost of the probe, taken from the
-budget, is its rows that are computed again (all but the prompt's beginning), times its share of the layers.
+Missing chunks are left out of the probe, where they would cost as much as after it. The cost of the probe, taken from
+the budget, is its rows that are computed again (all but the prompt's beginning), times its share of the layers.
 
     merged_heads    A3 (arXiv 2511.17560), equations 3 to 5
     summed_rows     ProphetKV (arXiv 2602.02579, ICML'26), first stage; QCFuse (arXiv 2606.05875), in middle layers
@@ -79,10 +79,10 @@ class ByAttention(Policy):
         rows, every = self.probe(plan), self.layers(plan.layers)
         if rows is None or self.cheaper_layers is None:
             return rows, every
-        budget, again = base.budget_rows(plan), int((rows >= plan.settled_tokens).sum())
+        budget, repeated = base.budget_rows(plan), int((rows >= plan.settled_tokens).sum())
         cheaper = self.cheaper_layers(plan.layers)
         for layers in (every, cheaper):
-            if again * layers.stop / plan.layers <= min(PROBE_SHARE * budget, budget - LEAST_CHOSEN):
+            if repeated * layers.stop / plan.layers <= min(PROBE_SHARE * budget, budget - LEAST_CHOSEN):
                 return rows, layers
         return None, cheaper
 
@@ -97,12 +97,12 @@ class ByAttention(Policy):
         if probe is None:
             return super().passes(plan)
         settled, layers = plan.settled_rows(probe), self.attention_layers(plan)
-        through = layers.stop
-        passes = through if self.anchors is None else through + len(layers) - 1
-        again = probe.numel() * passes - settled * through
-        count = base.budget_rows(plan, ProbeResult({}, again / plan.layers))
+        stop = layers.stop
+        probe_layers = stop if self.anchors is None else stop + len(layers) - 1
+        repeated = probe.numel() * probe_layers - settled * stop
+        count = base.budget_rows(plan, ProbeResult({}, repeated / plan.layers))
         rows = plan.always_tokens + min(count, plan.candidate_tokens)
-        return [(probe.numel(), passes), (rows - settled, through), (rows, plan.layers - through)]
+        return [(probe.numel(), probe_layers), (rows - settled, stop), (rows, plan.layers - stop)]
 
     def scores(self, probed: ProbeResult) -> Tensor:
         """(T,) float32: the mean over layers, smoothed."""
@@ -139,7 +139,7 @@ def _select(plan: Plan, sample: int, *ranked: tuple[Tensor, int], figures: Tenso
         take(figures)
     take(evenly)
     for scores, count in ranked:
-        total += count  # rows in both figures and the sample are freed for the first of `ranked`
+        total += count  # a row that is in both figures and the sample leaves room for one more of the first `ranked`
         wanted = min(max(total - int((plan.candidates & ~remaining).sum()), 0), int(remaining.sum()))
         take(scores.masked_fill(~remaining, -torch.inf).topk(wanted).indices)
     return rows.nonzero().squeeze(1)

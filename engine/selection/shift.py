@@ -14,8 +14,8 @@ H key heads of D dimensions, n rows, C of them recomputed:
     s(i, j) = (1 + 2 [same chunk] exp(-|i - j| / 128)) / sqrt(1 + d(i, j)^2)
 
 d^2 is the squared distance of two rows' stored keys (un-rotated) and values over all heads, each scaled by its spread,
-together by a quarter of the mean among recomputed rows. These nearly determine the layer's input, and similarity hardly
-changes from layer to layer: if many rows are recomputed, three layers share the first one's.
+in units of a quarter of its mean among the recomputed rows. Keys and values nearly determine the layer's input, and
+similarity hardly changes from layer to layer: if many rows are recomputed, three layers share the first one's.
 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d), and one operation.
 
 This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2), without training.
@@ -35,13 +35,13 @@ from torch.nn.functional import pad
 
 from ragblend.engine.model.device import fastest_s
 
-STRENGTH = 0.8
-NEAR_GAIN = 2.0
+NEAR_GAIN = 2.0  # s of near rows is up to 1 + NEAR_GAIN times as large
 NEAR_TOKENS = 128.0
-# The part of a change that neither similarity nor position explains: added to a row's own s, 1 + NEAR_GAIN.
+# Step 2: the part of a change that neither similarity nor position explains, added to s of a row with itself.
 NOISE = 0.3
-LENGTH_SCALE = 0.25
-SHRINK_SIZES = 0.5
+LENGTH_SCALE = 0.25  # d^2 is in units of this share of its mean among recomputed rows
+# Step 4: a correction is multiplied by STRENGTH C / (C + SHRINK_PER_DIMENSION D).
+STRENGTH, SHRINK_PER_DIMENSION = 0.8, 0.5
 MAX_FITTED_ROWS = 768
 MAX_CHOLESKY_SIZE = 128
 # Layers that share one layer's similarity, which hardly changes from one to the next (docs/methods.md). With few rows
@@ -60,7 +60,7 @@ class ShiftContext:
     computed: Tensor
     chunks: Sequence[tuple[int, int]]
     dtype: torch.dtype = torch.float32
-    _latest: list["Similarity"] = field(default_factory=list, init=False, repr=False, compare=False)
+    _shared: list["Similarity"] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def picked(self) -> Tensor:
@@ -108,9 +108,9 @@ class ShiftContext:
     def similarity(self, change: "LayerChange") -> "Similarity":
         """This layer's similarity; with many fitted rows, that of one of the SHARED_LAYERS - 1 before it."""
         shared = SHARED_LAYERS if self.fitted.numel() > FEW_FITTED else 1
-        if not self._latest or change.layer >= self._latest[0].layer + shared:
-            self._latest[:] = [Similarity.of(change)]
-        return self._latest[0]
+        if not self._shared or change.layer >= self._shared[0].layer + shared:
+            self._shared[:] = [Similarity.of(change)]
+        return self._shared[0]
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class LayerChange:
 
     keys, values (H, C, D) float32: new minus stored, of context.computed. stored(positions): stored keys and values
     (H, n, D) of context.dtype, of a slice or of positions. All keys are un-rotated to position 0; unrotated(keys
-    (H, m, D), positions (m,)) does that to other keys of the layer. by_row (C, F): keys and values once more, where
-    they lie so.
+    (H, m, D), positions (m,)) does that to other keys of the layer. by_row (C, F): the same changes in one tensor, if
+    they were computed so.
     """
 
     layer: int
@@ -162,7 +162,7 @@ class KernelShift:
             return
         similarity = context.similarity(change)
         observed = change.observed(context.picked)  # (C, F)
-        trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
+        trust = STRENGTH * len(observed) / (len(observed) + SHRINK_PER_DIMENSION * change.keys.shape[-1])
         padded = pad((trust * observed).to(context.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
         weights = similarity.inverse @ padded  # (C, F)
         key_width = change.keys.shape[0] * change.keys.shape[-1]
@@ -189,13 +189,13 @@ class Similarity:
         context = change.context
         stored = change.stored(context.fitted)
         scale = RowScale.of(*stored)
-        fitted = scale.compared(*stored)
+        fitted = scale.scaled(*stored)
         others, extra = _mirrored(fitted), padding(len(fitted), fitted.device)
         system, near = _similar(fitted, others).float(), list[Tensor]()
         for chunk, in_chunk, gain in context.nearness:
             system[in_chunk, in_chunk].mul_(gain[context.fitted[in_chunk] - chunk.start])
             rows = fitted.new_zeros(len(gain), len(fitted) + extra)
-            _similar(scale.compared(*change.stored(chunk)), others, rows[:, : len(fitted)])
+            _similar(scale.scaled(*change.stored(chunk)), others, rows[:, : len(fitted)])
             rows[:, in_chunk].mul_(gain)
             if context.between_chunks.numel():
                 rows[context.between_chunks] = 0  # not multiplied: unwritten rows may hold NaN
@@ -208,10 +208,10 @@ class Similarity:
 class RowScale:
     """Scales stored rows for comparison, by the fitted rows' mean and spread.
 
-    factors, then added (H, 1, D), of keys and of values.
+    A number is scaled to factor * number + offset. offsets (H, 1, D) and factors (), of keys and of values.
     """
 
-    added: Sequence[Tensor]
+    offsets: Sequence[Tensor]
     factors: Sequence[Tensor]
 
     @classmethod
@@ -228,21 +228,21 @@ class RowScale:
             for part, mean in zip(parts, means, strict=True)
         ]
         factors = [(unit * (spread + 1e-12)).rsqrt().to(keys) for spread in spreads]
-        return cls([(-mean * by).to(keys) for mean, by in zip(means, factors, strict=True)], factors)
+        return cls([(-mean * factor).to(keys) for mean, factor in zip(means, factors, strict=True)], factors)
 
-    def compared(self, keys: Tensor, values: Tensor) -> Tensor:
+    def scaled(self, keys: Tensor, values: Tensor) -> Tensor:
         """(n, F + 4): scaled rows i, zeros (`padding`), then |i|^2 in two numbers and two ones. In a single bfloat16
         number a large row's distance to a similar one would be lost.
         """
         size = keys.shape[0] * (keys.shape[2] + values.shape[2])
         last = size + padding(size + 4, keys.device)
         rows, filled = keys.new_empty(keys.shape[1], last + 4), 0
-        for part, added, by in zip((keys, values), self.added, self.factors, strict=True):
+        for part, offset, factor in zip((keys, values), self.offsets, self.factors, strict=True):
             heads, _, width = part.shape
             target = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
-            torch.addcmul(added, part, by, out=target)
+            torch.addcmul(offset, part, factor, out=target)
             filled += heads * width
-        _in_two(rows[:, :size].float().square().sum(1), rows[:, last : last + 2])
+        _split_in_two(rows[:, :size].float().square().sum(1), rows[:, last : last + 2])
         rows[:, size:last] = 0
         rows[:, last + 2 :] = 1
         return rows
@@ -252,7 +252,7 @@ def _mirrored(rows: Tensor) -> Tensor:
     """From compared rows j: -2 j, 1, 1, 1 + |j|^2 in two; their products with compared rows i are 1 + |i - j|^2."""
     size = rows.shape[1] - 4
     mirrored = torch.cat([-2 * rows[:, :size], rows[:, size + 2 :], rows[:, size + 2 :]], dim=1)
-    _in_two(rows[:, size : size + 2].float().sum(1) + 1, mirrored[:, size + 2 :])
+    _split_in_two(rows[:, size : size + 2].float().sum(1) + 1, mirrored[:, size + 2 :])
     return mirrored
 
 
@@ -312,7 +312,7 @@ def products_are_faster(device: torch.device) -> bool:
     return fastest_s(device, lambda: inverse_by_products(system)) < fastest_s(device, factored)
 
 
-def _in_two(numbers: Tensor, out: Tensor) -> None:
+def _split_in_two(numbers: Tensor, out: Tensor) -> None:
     """out (n, 2), of any dtype: float32 numbers (n,) rounded, and the remainder."""
     out[:, 0] = numbers
     out[:, 1] = numbers - out[:, 0]
@@ -324,9 +324,9 @@ def _by_head(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def padding(count: int, device: torch.device) -> int:
-    """How many numbers to add to a row of a product's factor.
+    """How many numbers to add to a row of `count` numbers in a factor of a product.
 
-    For an odd number oneDNN's bfloat16 product reads beyond each row, and multiplies that by zero. A card's products
+    For an odd number oneDNN's bfloat16 product reads beyond each row, and multiplies that by zero. On a GPU products
     are several times slower for rows that are not aligned to 16 bytes.
     """
     return -count % (2 if device.type == "cpu" else 8)

@@ -15,7 +15,7 @@ from ragblend.kvstore.errors import UsageError
 class Static(Policy):
     """Computes the same rows in all layers.
 
-    choose(plan): (R,) ascending positions; loads(span): whether to use its stored KV, always by default.
+    choose(plan): (R,) ascending positions; loads(span): whether to use the span's stored KV, by default always.
     """
 
     choose: Callable[[Plan], Tensor]
@@ -36,7 +36,7 @@ def random_rows(plan: Plan) -> Tensor:
 
 @dataclass(frozen=True)
 class Beginnings:
-    """The first tokens of each chunk, equally many, as each chunk made an attention sink there.
+    """The first tokens of each chunk, equally many, because encoding a chunk alone makes them an attention sink.
 
     first: tokens per chunk, within the budget; 0: as many as the budget allows. Source: EPIC's LegoLink (arXiv
     2410.15332, ICML'25), section 4, which takes 16 or 32 for any question. Cost: these rows.

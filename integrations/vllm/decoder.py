@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.model.attention import NAME, CollectAttention, rows_attention
+from ragblend.engine.model.attention import OWN_ATTENTION, CollectAttention, rows_attention
 from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.integrations.vllm.paged import Blocks, Layers, PagedCache
 from ragblend.integrations.vllm.tensor_parallel import LeaderAborted, TensorParallelGroup
@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class VllmDecoder(Decoder):
     """A causal language model as vLLM has loaded it. Raises UnsupportedModelError for an unknown structure."""
 
-    rounding = 2.0  # the two attentions differ, and residuals are added in one kernel or in two
+    error_factor = 2.0  # the two attentions differ, and residuals are added in one kernel or in two
 
     _model: Any
 
@@ -43,7 +43,7 @@ class VllmDecoder(Decoder):
         self.base: Any = getattr(model, "model", None)
         self.layers = _layers_of(model, config.num_hidden_layers)
         device = next(model.parameters()).device
-        super().__init__(config, dtype, NAME, device, passes=True)
+        super().__init__(config, dtype, OWN_ATTENTION, device, passes_arguments=True)
         self.attentions = [layer.self_attn.attn for layer in self.layers]
         heads = {(each.num_kv_heads, each.head_size) for each in self.attentions}
         held = max(1, self.geometry.kv_heads // group.size)

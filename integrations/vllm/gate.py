@@ -46,7 +46,7 @@ def _check_written_blocks(decoder: "VllmDecoder", token_ids: Sequence[int]) -> G
         blocks,
     )
     error = relative_error(decoder.own_logits(token_ids, before), expected)
-    allowed = TOLERANCE[decoder.geometry.dtype] * decoder.rounding
+    allowed = TOLERANCE[decoder.geometry.dtype] * decoder.error_factor
     return GateCheck("KV written into blocks equals vLLM's own", error <= allowed, error, allowed)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.config import EngineConfig, resolve_home
 from ragblend.engine.model.decoder import Decoder
-from ragblend.engine.model.device import reads_at_once
+from ragblend.engine.model.device import reader_count
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.model.hub import is_hub_id
 from ragblend.engine.model.load import LoadedModel
@@ -49,7 +49,7 @@ class VllmRuntime(Runtime):
     @once
     def readers(self) -> ThreadPoolExecutor:
         """The loader's threads, on all cores that vLLM may use: it reserves one for connectors."""
-        return ThreadPoolExecutor(reads_at_once(self.device), "ragblend-loader", initializer=_unbind)
+        return ThreadPoolExecutor(reader_count(self.device), "ragblend-loader", initializer=_unbind)
 
     def adopt(self, decoder: Decoder, verdict: GateVerdict) -> None:
         """Use the model by that decoder, with the gate's verdict."""

@@ -13,7 +13,7 @@ from typing import Any
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.decoding.uncertainty import LIKELY
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
-from ragblend.engine.model.gate import TEXT, GateVerdict
+from ragblend.engine.model.gate import GATE_TEXT, GateVerdict
 from ragblend.engine.runtime_base import RuntimeBase, log
 from ragblend.engine.scheduling.queue import POLL_S, Cancel
 from ragblend.integrations.vllm.completions import CONNECT_S, SILENCE_S, Completions
@@ -161,9 +161,9 @@ class ServerRuntime(RuntimeBase):
         )
 
     def _check_tokenizer(self, name: str, cancel: Cancel | None) -> None:
-        body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
+        body = {"model": name, "prompt": GATE_TEXT, "add_special_tokens": False}
         said = self.server.fetch("/tokenize", body, cancel, silence_s=INTRODUCTION_S)
-        if said["tokens"] != self.tokenizing.literal_ids(TEXT):
+        if said["tokens"] != self.tokenizing.literal_ids(GATE_TEXT):
             raise ModelServerError(
                 f"the tokenizer of {name} at {self.server.url} is another than that of {self.config.model} here: token "
                 "ids would mean something else there"

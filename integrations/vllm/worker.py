@@ -19,7 +19,7 @@ from torch import Tensor
 from ragblend.engine.background_work import queue_storing_arrived
 from ragblend.engine.config import Report
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.model.gate import TEXT
+from ragblend.engine.model.gate import GATE_TEXT
 from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prefill import prefill
 from ragblend.engine.request import Request, keys_of
@@ -114,7 +114,7 @@ class ConnectorWorker:
             if not leads:
                 return
             runtime = self._runtime
-            verdict = run_vllm_gate(decoder, runtime.tokenizing.passage_ids(TEXT))
+            verdict = run_vllm_gate(decoder, runtime.tokenizing.passage_ids(GATE_TEXT))
             if not verdict.passed:
                 raise UnsupportedModelError(str(verdict.reason))
             runtime.adopt(decoder, verdict)

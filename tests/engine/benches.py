@@ -205,7 +205,7 @@ class StagedTransfers(TransferStream):
         self.calls.append("deliver")
         return ticket
 
-    def arrive(self, ticket):
+    def wait_for(self, ticket):
         self.arrived.append(ticket)
 
     def pace(self):

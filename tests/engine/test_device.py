@@ -186,9 +186,9 @@ def test_kv_from_the_memory_tier_gives_the_same_bits_unstaged(fresh_bench_for, m
 
 def test_reader_threads_use_cores_that_compute_does_not_need(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert [device.reads_at_once(torch.device(kind)) for kind in ("cpu", "cuda", "mps")] == [2, 8, 8]
+    assert [device.reader_count(torch.device(kind)) for kind in ("cpu", "cuda", "mps")] == [2, 8, 8]
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert device.reads_at_once(torch.device("cuda")) == 2
+    assert device.reader_count(torch.device("cuda")) == 2
 
 
 def test_default_memory_budgets():

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ragblend.engine.decoding.eviction import KERNEL, WINDOW_ROWS, evict
-from ragblend.engine.model.attention import EAGER, NAME
+from ragblend.engine.model.attention import OWN_ATTENTION, OWN_EAGER
 from ragblend.engine.model.decoder import FULL
 from ragblend.engine.prompts.session import Session
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
@@ -102,7 +102,7 @@ def test_eviction_equals_masking_the_evicted_tokens(bench_for, monkeypatch, name
     whole = bench.engine.prefill(prompt, method="recompute")
     hidden = [hidden_rows(prefilled.cache.fused[at], held) for at, held in enumerate(whole.cache.fused)]
     unmasked = bench.engine.continue_logits(whole, given)
-    attention = EAGER if bench.engine.runtime.decoder.attention == EAGER else NAME
+    attention = OWN_EAGER if bench.engine.runtime.decoder.attention == OWN_EAGER else OWN_ATTENTION
     plain = AttentionInterface()[attention]
     AttentionInterface.register(attention, masked_attention(hidden, len(prefilled.prompt.token_ids)))
     try:

@@ -57,8 +57,8 @@ def with_a_wrong_output_layer(decoder, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
-        (with_wrong_frequencies, "moved"),
-        (with_keys_normed_after_rotation, "moved"),
+        (with_wrong_frequencies, "rotated keys"),
+        (with_keys_normed_after_rotation, "rotated keys"),
         (with_a_wrong_output_layer, "all rows"),
     ],
 )
@@ -111,19 +111,19 @@ def test_evidence_has_stored_and_new_kv(llama, monkeypatch, method, ratio):
     assert all(old < 1e-6 and new > 1e-3 for old, new in errors)
 
 
-@pytest.mark.parametrize("rounding", [1.0, 2.0])
-def test_other_kernels_may_round_more(decoder, rounding, monkeypatch):
+@pytest.mark.parametrize("error_factor", [1.0, 2.0])
+def test_other_kernels_may_round_more(decoder, error_factor, monkeypatch):
     """Where the model's own forward is by other kernels than its parts, more lies between the two."""
     own, off = decoder.own_logits, 1.5 * TOLERANCE["float32"]
     monkeypatch.setattr(decoder, "own_logits", lambda ids: (logits := own(ids)) + off * logits.std())
-    monkeypatch.setattr(decoder, "rounding", rounding)
-    assert (refused(decoder) == []) == (rounding == 2.0)
+    monkeypatch.setattr(decoder, "error_factor", error_factor)
+    assert (refused(decoder) == []) == (error_factor == 2.0)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_tolerance_grows_with_the_number_of_layers(decoder, layers, monkeypatch):
     """By the root of their number: 1.5 times what is allowed is a fault there, and rounding in four times so many."""
-    monkeypatch.setattr(gate, "SHALLOW", decoder.geometry.layers / layers)
+    monkeypatch.setattr(gate, "SHALLOW_LAYERS", decoder.geometry.layers / layers)
     encode = gate.ChunkEncoder.encode
 
     def off(encoder, ids):
@@ -133,4 +133,4 @@ def test_tolerance_grows_with_the_number_of_layers(decoder, layers, monkeypatch)
         return chunk
 
     monkeypatch.setattr(gate.ChunkEncoder, "encode", off)
-    assert refused(decoder) == ([] if layers == 4 else ["a chunk behind its prefix is exact"])
+    assert refused(decoder) == ([] if layers == 4 else ["a chunk directly after its prefix is exact"])

@@ -15,7 +15,7 @@ from waiting import until
 
 from ragblend.engine.decoding.grammar import Grammar
 from ragblend.engine.engine import Engine, loaded_here
-from ragblend.engine.model.gate import TEXT
+from ragblend.engine.model.gate import GATE_TEXT
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.integrations.vllm.client import ServerNodeEncoder
 from ragblend.integrations.vllm.completions import Completions
@@ -590,7 +590,7 @@ def test_engines_of_one_server_share_what_they_know(opened):
     assert Engine.open(folder, home) is not engine
     other = Engine.open(folder, home, url=server.url, collection="other")
     assert other.runtime is engine.runtime and replace(other.config, collection="default") == engine.config
-    assert engine.tokenizer and server.tokenize(TEXT) == engine.runtime.tokenizing.literal_ids(TEXT)
+    assert engine.tokenizer and server.tokenize(GATE_TEXT) == engine.runtime.tokenizing.literal_ids(GATE_TEXT)
 
 
 @pytest.mark.parametrize(
