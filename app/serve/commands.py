@@ -1,7 +1,7 @@
-"""Runs commands of this user that other processes forward to this one, because it has the home open.
+"""Runs commands that this user's other processes forward to this one, because it has the home open.
 
-The other end is `app/remote.py`. Each command runs in a thread, by the code that it would run in its own process; its
-terminal is at the other end of the connection.
+`app/remote.py` is the client. Each command runs in a thread, with the code that would run it in its own process; its
+terminal is the client's, over the connection.
 """
 
 import io
@@ -25,8 +25,8 @@ from ragblend.kvstore.files import Closing
 log = logging.getLogger("ragblend")
 REQUEST_TIMEOUT_S = 10.0
 REQUEST_FIELDS = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
-ENDING_S = 30.0
-RETRY_S = 0.1  # after a connection that could not be accepted, for example for want of open files
+STOP_TIMEOUT_S = 30.0
+RETRY_S = 0.1  # after a connection could not be accepted, for example because too many files are open
 MOST_CHARACTERS = MOST_BYTES // 16  # of one line: JSON escapes a character in up to 12 bytes
 SEND_TIMEOUT_S = 60  # a terminal that reads nothing this long (suspended, say) would block writers: drop it
 
@@ -58,7 +58,7 @@ class CommandListener(Closing):
         for terminal in running:
             terminal.shut_down()
         for thread in running.values():
-            thread.join(ENDING_S)
+            thread.join(STOP_TIMEOUT_S)
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -86,7 +86,7 @@ class CommandListener(Closing):
             channel.set_timeout(None)
             terminal = RemoteTerminal(channel, request)
             self._running[terminal] = threading.current_thread()
-            if self._closing.is_set():  # `close` may have looked before this one was there
+            if self._closing.is_set():  # `close` may have read `_running` before this entry
                 terminal.shut_down()
             threading.Thread(target=terminal.listen, daemon=True).start()
             try:
@@ -95,7 +95,7 @@ class CommandListener(Closing):
                 del self._running[terminal]
 
     def _run(self, request: dict[str, Any], terminal: "RemoteTerminal") -> dict[str, Any]:
-        """Run the command; the message that ends it at the other end."""
+        """Run the command, and return the last message to the client: its result or its error."""
         try:
             host = CommandHost(self._services, Path(request["folder"]), dict(request["environment"]))
             return {"end": run_forwarded(request["command"], request["arguments"], terminal, host)}
@@ -103,9 +103,11 @@ class CommandListener(Closing):
             message = str(error)
             if terminal.is_shutting_down:
                 message += " The process that has the home open is ending."
-            # The nearest class that the other end knows.
-            known = (kind for kind in type(error).__mro__ if kind.__module__ == RagBlendError.__module__)
-            return {"failed": [next(known).__name__, message]}
+            # The most specific class that the client knows: one of `kvstore.errors`.
+            known_classes = (
+                kind for kind in type(error).__mro__ if kind.__module__ == RagBlendError.__module__
+            )
+            return {"failed": [next(known_classes).__name__, message]}
         except Exception as error:
             log.exception("the command %s failed", request.get("command"))
             message = (
@@ -113,7 +115,7 @@ class CommandListener(Closing):
                 f"{os.getpid()}, which has the home open, shows where."
             )
             return {"failed": ["LibraryError", message]}
-        except BaseException:  # KeyboardInterrupt, alone or in an event loop's exception group
+        except BaseException:  # KeyboardInterrupt, alone or in an exception group of an event loop
             return {"failed": ["Cancelled", "Interrupted."]}
 
 
@@ -122,26 +124,26 @@ class RemoteTerminal(Terminal):
 
     def __init__(self, channel: JsonChannel, request: dict[str, Any]) -> None:
         self._channel, self._thread = channel, threading.get_ident()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of `_input` and `_is_interrupted`
         self._input: list[str] = []
-        self._stops: list[Callable[[], None]] = []
+        self._stop_callbacks: list[Callable[[], None]] = []
         self._is_interrupted = self._is_disconnected = self.is_shutting_down = False
         out: Any = _RemoteStream(self, "out", False)
         err: Any = _RemoteStream(self, "err", bool(request["is_terminal"]))
         self.out, self.err = out, err
         self.environment = {str(name): str(text) for name, text in request["shown"].items()}
 
-    # --- called for the other end
+    # --- called for the client, by other threads than the command's
 
     def listen(self) -> None:
         """Receive input and interrupts until the connection ends."""
         try:
-            while (found := self._channel.receive()) is not None:
+            while (message := self._channel.receive()) is not None:
                 with self._changed:
-                    if "said" in found:
-                        self._input.append(found["said"])
+                    if "said" in message:
+                        self._input.append(message["said"])
                         self._changed.notify_all()
-                if "interrupt" in found:
+                if "interrupt" in message:
                     self._interrupt()
         except (OSError, ValueError):  # closed by another thread
             pass
@@ -157,7 +159,7 @@ class RemoteTerminal(Terminal):
         with self._changed:
             self._is_interrupted = True
             self._changed.notify_all()
-        for stop in list(self._stops):
+        for stop in list(self._stop_callbacks):
             stop()
 
     # --- called by the command
@@ -182,13 +184,13 @@ class RemoteTerminal(Terminal):
 
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        self._stops.append(stop)
-        if self._is_interrupted:  # before it was in the list
+        self._stop_callbacks.append(stop)
+        if self._is_interrupted:  # perhaps before `stop` was in the list
             stop()
         try:
             yield
         finally:
-            self._stops.remove(stop)
+            self._stop_callbacks.remove(stop)
         self.check()
 
     def send(self, kind: str, text: str) -> None:
@@ -196,12 +198,12 @@ class RemoteTerminal(Terminal):
             self.check()
         try:
             self._channel.send(**{kind: text})
-        except OSError:  # `listen` then ends as well
+        except OSError:  # cut, so that `listen` ends and interrupts the command
             self._channel.cut()
 
 
 class _RemoteStream(io.TextIOBase):
-    """A stream whose text is sent to the other end."""
+    """A text stream that is written to the client's terminal."""
 
     encoding = "utf-8"
 

@@ -11,34 +11,34 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metrics:
-    """Counters and histograms. Thread-safe. Names are given without `ragblend_`."""
+    """Counters and histograms. Thread-safe. Names are passed without their prefix `ragblend_`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, Labels], float] = {}
         # By name: a count for each bucket, one for larger values, and the sum of all.
-        self._times: dict[str, list[float]] = {}
+        self._histograms: dict[str, list[float]] = {}
 
-    def count(self, name: str, by: float = 1, **labels: str) -> None:
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
         key = name, tuple(sorted(labels.items()))
         with self._lock:
-            self._counts[key] = self._counts.get(key, 0) + by
+            self._counts[key] = self._counts.get(key, 0) + amount
 
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
-            times = self._times.setdefault(name, [0] * (len(BUCKETS_S) + 2))
-            times[bisect_left(BUCKETS_S, seconds)] += 1
-            times[-1] += seconds
+            histogram = self._histograms.setdefault(name, [0] * (len(BUCKETS_S) + 2))
+            histogram[bisect_left(BUCKETS_S, seconds)] += 1
+            histogram[-1] += seconds
 
     def text(self, gauges: Mapping[str, float], counts: Iterable[tuple[str, Labels, float]] = ()) -> str:
-        """All metrics as text; gauges: present values; counts: counters that are kept elsewhere."""
+        """All metrics as text. gauges: current values; counts: counters that are kept elsewhere."""
         with self._lock:
-            known = {**self._counts, **{(name, labels): value for name, labels, value in counts}}
-            lines = _lines("counter", known)
-            for name, times in self._times.items():
-                lines += _histogram(f"ragblend_{name}", times)
-        now = _lines("gauge", {(name, ()): value for name, value in gauges.items()})
-        return "\n".join([*lines, *now, ""])
+            counters = {**self._counts, **{(name, labels): value for name, labels, value in counts}}
+            lines = _lines("counter", counters)
+            for name, histogram in self._histograms.items():
+                lines += _histogram_lines(f"ragblend_{name}", histogram)
+        lines += _lines("gauge", {(name, ()): value for name, value in gauges.items()})
+        return "\n".join([*lines, ""])
 
 
 def _lines(kind: str, values: Mapping[tuple[str, Labels], float]) -> list[str]:
@@ -47,17 +47,16 @@ def _lines(kind: str, values: Mapping[tuple[str, Labels], float]) -> list[str]:
         if name != last:
             lines.append(f"# TYPE ragblend_{name} {kind}")
         shown = f"{value}" if value % 1 else f"{value:.0f}"
-        # Label values are names of ours, so nothing in them needs escaping.
+        # Label values are our own names, so nothing in them needs escaping.
         braced = "{" + ",".join(f'{label}="{text}"' for label, text in labels) + "}" if labels else ""
         lines.append(f"ragblend_{name}{braced} {shown}")
         last = name
     return lines
 
 
-def _histogram(name: str, times: Sequence[float]) -> list[str]:
-    """A histogram, whose buckets are cumulative."""
-    *counts, total = times
-    reached = [int(count) for count in accumulate(counts)]
-    bounds = zip((*map(str, BUCKETS_S), "+Inf"), reached, strict=True)
+def _histogram_lines(name: str, histogram: Sequence[float]) -> list[str]:
+    *counts, total = histogram
+    cumulative = [int(count) for count in accumulate(counts)]
+    bounds = zip((*map(str, BUCKETS_S), "+Inf"), cumulative, strict=True)
     lines = [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in bounds]
-    return [f"# TYPE {name} histogram", *lines, f"{name}_sum {total}", f"{name}_count {reached[-1]}"]
+    return [f"# TYPE {name} histogram", *lines, f"{name}_sum {total}", f"{name}_count {cumulative[-1]}"]

@@ -1,4 +1,4 @@
-"""Watchdog: ends the process if a model hangs, because nothing else frees a driver that never returns (RAGCache §6).
+"""Watchdog: ends the process if a model hangs, because nothing else ends a driver call that hangs (RAGCache §6).
 
 The supervisor restarts the server (systemd's `Restart=on-failure`, compose's `restart: on-failure`); acknowledged
 requests are on disk.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from ragblend.engine.scheduling.queue import DeviceQueue
 
 log = logging.getLogger("ragblend")
-EX_TEMPFAIL = 75  # of sysexits.h: it may work the next time
+EX_TEMPFAIL = 75  # sysexits.h: "temporary failure; the user is invited to retry"
 
 
 def watch(
@@ -25,7 +25,7 @@ def watch(
     """
     stopped = threading.Event()
 
-    def look() -> None:
+    def check_queues() -> None:
         while not stopped.wait(limit_s / 4):
             if any(queue.stalled_s > limit_s for queue in queues()):
                 log.critical(
@@ -35,5 +35,5 @@ def watch(
                 end(EX_TEMPFAIL)
                 return
 
-    threading.Thread(target=look, name="ragblend-watchdog", daemon=True).start()
+    threading.Thread(target=check_queues, name="ragblend-watchdog", daemon=True).start()
     return stopped
