@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope
 
-from ragblend.app.serve.front import whole_body
+from ragblend.app.serve.request_checks import read_body
 from ragblend.kvstore.files import write_durably
 from ragblend.kvstore.system import HAS_MODES
 from ragblend.ui import views
@@ -77,7 +77,7 @@ class PageLogin:
     async def answer_visitor(self, scope: Scope, receive: Receive) -> Response:
         """Answer a request without a session: log in if the token or the password is right, else 4xx."""
         if scope["path"] == "/login" and scope["method"] == "POST" and self.password_hash:
-            form = await whole_body(receive, FORM_BYTES)
+            form = await read_body(receive, FORM_BYTES)
             return self._check_password(scope, parse_qs(form.decode("utf-8", "replace")))
         tokens = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
         is_get = scope["method"] == "GET"

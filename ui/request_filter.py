@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragblend.app.serve.front import whole_body
+from ragblend.app.serve.request_checks import read_body
 from ragblend.ui.callback_checks import LONGEST_TEXT, MOST_VALUES, value_type
 from ragblend.ui.security import SAFE_METHODS, UPLOAD_PATH
 
@@ -61,7 +61,7 @@ class RequestFilter:
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = self._checked_call(await whole_body(receive), CALL_ROUTES[scope["path"]], scope["visitor"])
+            body = self._checked_call(await read_body(receive), CALL_ROUTES[scope["path"]], scope["visitor"])
         except RefusedCall as refusal:
             LOG.warning("A call was refused: %s", refusal)
             await JSONResponse({"error": str(refusal)}, 422)(scope, receive, send)

@@ -10,7 +10,14 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragblend.app.serve.front import LimitedBody, Refusal, Rules, TooLarge, refuse, too_large
+from ragblend.app.serve.request_checks import (
+    LimitedBody,
+    Refusal,
+    Rules,
+    TooLarge,
+    reason_to_refuse,
+    too_large,
+)
 from ragblend.ui.login import PageLogin
 from ragblend.ui.response_headers import ResponseRewriter
 
@@ -34,17 +41,17 @@ class SecurityMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         rewriter = ResponseRewriter(send)
-        refused, visitor = refuse(scope, self._rules), self._visitor(scope)
+        refused, visitor = reason_to_refuse(scope, self._rules), self._visitor(scope)
         refusal = _response(refused) if refused else None
         if refusal is None and visitor is None:
             refusal = await self._login.answer_visitor(scope, receive)
         if refusal is not None:
             await refusal(scope, receive, rewriter)
             return
-        meter = LimitedBody(receive, self._rules.limit(scope["path"]))
+        meter = LimitedBody(receive, self._rules.max_bytes(scope["path"]))
 
         async def answer(message: Message) -> None:
-            if rewriter.started or not meter.exceeded:  # a response to half a body is not worth sending
+            if rewriter.started or not meter.is_exceeded:  # a response to half a body is not worth sending
                 await rewriter(message)
 
         try:
@@ -57,8 +64,8 @@ class SecurityMiddleware:
             LOG.error("%s %s failed: %s", scope["method"], scope["path"], type(error).__name__)
             LOG.debug("traceback", exc_info=error)
             await rewriter.end()
-        if meter.exceeded and not rewriter.started:
-            await _response(too_large(meter.limit))(scope, receive, rewriter)
+        if meter.is_exceeded and not rewriter.started:
+            await _response(too_large(meter.max_bytes))(scope, receive, rewriter)
         elif not rewriter.started:
             await PlainTextResponse("That request failed.", 500)(scope, receive, rewriter)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.listening import UvicornServer, owning, temporary_files_in
+from ragblend.app.serve.request_checks import MIB, Address, Rules
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably

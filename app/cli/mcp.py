@@ -44,9 +44,9 @@ def mcp(cli: Cli, answering: AnswerOptions, options: McpOptions, collection: Col
 
 def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
     from ragblend.app.assistants import http_app
-    from ragblend.app.serve.front import Rules
     from ragblend.app.serve.keys import Authenticator, Keys
     from ragblend.app.serve.listening import GRACE_S, UvicornServer, listening, require_key_if_reachable
+    from ragblend.app.serve.request_checks import Rules
 
     keys = Keys(root)
     require_key_if_reachable(options.host, options.allow_host, keys)

@@ -1,4 +1,5 @@
-"""The HTTP server: OpenAI's API over the same conversations and library as the page, and its keys and limits.
+"""The HTTP server: OpenAI's, Ollama's and Anthropic's APIs over the page's conversations and library, with API keys.
 
-`application.build` -> `front` (access checks) -> `chat` or `library` -> `integrations.calls.Call`, `Conversations`.
+A request goes through `application.AccessMiddleware` (access checks) to a route: of `chat`, which runs an
+`integrations.calls.Call`, or of `library`, which uses the app's `Conversations` and ingest queue.
 """

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragblend.app.serve import anthropic, chat, embed, library, ollama, rerank, responses
 from ragblend.app.serve.bodies import main_problem
 from ragblend.app.serve.errors import OPENAI, ApiError, Dialect, api_error, error_response, json_response
-from ragblend.app.serve.front import LimitedBody
+from ragblend.app.serve.request_checks import LimitedBody
 from ragblend.app.serve.keys import Authenticator, Client
 from ragblend.app.serve.metrics import MEDIA_TYPE
 from ragblend.app.serve.service import Limits, Service, client_of, service_of
@@ -100,7 +100,7 @@ class AccessMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         status: list[int] = []
-        largest, slowest_s = self._authenticator.rules.limit(scope["path"]), self.service.limits.body_s
+        largest, slowest_s = self._authenticator.rules.max_bytes(scope["path"]), self.service.limits.body_s
 
         async def respond(message: Message) -> None:
             if message["type"] == "http.response.start":

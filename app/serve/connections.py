@@ -1,4 +1,4 @@
-"""Limits of HTTP connections: requests that stay half-sent cannot use up the process's files."""
+"""Limits of HTTP connections: unfinished requests cannot use up the process's open files."""
 
 import asyncio
 from collections.abc import Iterable
@@ -15,21 +15,21 @@ RESERVED_FILES = 192  # for the store, documents and models
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Most connections, in all and from one address, and the time until a header must be complete.
+    """The maximum numbers of connections, in total and per address, and the time until a header must be complete.
 
-    If they are reached, the connection is closed whose client was silent for longest, among those that have not sent a
-    whole request; only if there is none, the new one is.
+    When a number is exceeded, one connection is closed: of those whose client has not sent a whole request, the one
+    that was silent for longest; if there is none, the new one.
     """
 
     total: int = 512
-    of_one: int = 384
+    per_address: int = 384
     header_s: float = 20.0
 
     @property
-    def fitting(self) -> Self:
-        """The same limits, lower if the process may open fewer files."""
+    def within_file_limit(self) -> Self:
+        """These limits, lowered if the process may not open enough files."""
         total = max(16, min(self.total, open_file_limit() - RESERVED_FILES))
-        return type(self)(total, max(8, min(self.of_one, total * 3 // 4)), self.header_s)
+        return type(self)(total, max(8, min(self.per_address, total * 3 // 4)), self.header_s)
 
 
 class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -37,51 +37,51 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def __init__(self, limits: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._limits, self._timer, self._heard_s = limits, None, self.loop.time()
+        self._limits, self._timer, self._received_at_s = limits, None, self.loop.time()
 
     @property
-    def _needs_header(self) -> bool:
+    def _awaits_header(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     @property
-    def _needs_client(self) -> bool:
-        """Whether it waits for the client to send the rest of a request, or the next one."""
-        return self._needs_header or self.cycle.more_body
+    def _awaits_client(self) -> bool:
+        """Whether the client has to send the rest of a request, or the next one."""
+        return self._awaits_header or self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._watch_header()
         address = (self.client or ("",))[0]
-        same = [each for each in self.connections if (each.client or ("",))[0] == address]
-        if len(same) > self._limits.of_one:
-            self._make_room(same)
+        of_address = [each for each in self.connections if (each.client or ("",))[0] == address]
+        if len(of_address) > self._limits.per_address:
+            self._close_one(of_address)
         elif len(self.connections) > self._limits.total:
-            self._make_room(self.connections)
+            self._close_one(self.connections)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._heard_s = self.loop.time()
+        self._received_at_s = self.loop.time()
         self._watch_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
 
-    def _make_room(self, connections: "Iterable[GuardedProtocol]") -> None:
-        waiting = (each for each in connections if each is not self and each._needs_client)
-        silent = min(waiting, key=lambda each: each._heard_s, default=self)
-        self.connections.discard(silent)  # it is closed in the event loop's next round
-        silent.transport.abort()
+    def _close_one(self, connections: "Iterable[GuardedProtocol]") -> None:
+        candidates = (each for each in connections if each is not self and each._awaits_client)
+        chosen = min(candidates, key=lambda each: each._received_at_s, default=self)
+        self.connections.discard(chosen)  # at once: `abort` takes effect in the event loop's next round
+        chosen.transport.abort()
 
     def _watch_header(self) -> None:
-        """Close the connection in time unless the client has sent a whole header by then, however slowly."""
-        if not self._needs_header or self.transport.is_closing():
+        """While a header is awaited, run the timer that closes the connection if it is not complete in time."""
+        if not self._awaits_header or self.transport.is_closing():
             self._stop_timer()
         elif self._timer is None:
             self._timer = self.loop.call_later(self._limits.header_s, self._expire)
 
     def _expire(self) -> None:
-        if self._needs_header:
+        if self._awaits_header:
             self.transport.abort()
 
     def _stop_timer(self) -> None:

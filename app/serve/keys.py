@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from ragblend.app.serve.errors import ApiError
-from ragblend.app.serve.front import Rules, refuse
+from ragblend.app.serve.request_checks import Rules, reason_to_refuse
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.lock import WriterLock
@@ -25,10 +25,10 @@ LOCK_TIMEOUT_S = 10.0  # another process changes the keys within milliseconds
 
 @dataclass(frozen=True)
 class Client:
-    """A client of the server. collections: those it may use; () means all, for the owner.
+    """A client of the server. collections: those it may use; () means all, for the owner. digest: of its key; ""
+    without a key.
 
-    The first collection is the salt of its KV, and the one that receives passages learned from its prompts.
-    digest: of its key; "" without a key.
+    The first collection is the salt of the client's KV, and receives the passages learned from its prompts.
     """
 
     name: str
@@ -44,16 +44,16 @@ OWNER = Client("owner")
 
 
 class Keys:
-    """The keys of one home, read anew for each request: other processes may change them."""
+    """The keys of one home, read from the file for each request, because other processes may change them."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / FILE_NAME
-        self._is_used = False
+        self._were_found = False
 
     def add(self, client: Client) -> str:
         """Create and return a key; it cannot be read again. Raises UsageError if the name is taken, SettingsError."""
         key = PREFIX + secrets.token_urlsafe(32)
-        with self._changing() as known:
+        with self._editing() as known:
             if client.name in {each.name for each in known.values()}:
                 raise UsageError(
                     f"There is a key {client.name!r} already; remove it first, or choose another name."
@@ -65,7 +65,7 @@ class Keys:
         """Delete the key of that name. Raises UsageError if there is none, SettingsError."""
         if name not in self.names():
             raise UsageError(f"There is no key {name!r}; `ragblend keys` lists them.")
-        with self._changing() as known:
+        with self._editing() as known:
             for digest in [digest for digest, client in known.items() if client.name == name]:
                 del known[digest]
 
@@ -77,18 +77,18 @@ class Keys:
         return [client.name for client in self.clients()]
 
     def client(self, key: str) -> Client | None:
-        """The key's client. Keys are looked up by hash, so timing reveals nothing about similar keys."""
+        """The key's client, or None. The lookup is by hash, so timing reveals nothing about similar keys."""
         return self._read().get(_digest(key))
 
     @property
-    def is_used(self) -> bool:
-        """Whether there is a key, or was one since the start: removing the last key must not open the server."""
+    def are_required(self) -> bool:
+        """Whether a key exists, or existed since the start: removing the last one must not open the server."""
         self._read()
-        return self._is_used
+        return self._were_found
 
     @contextmanager
-    def _changing(self) -> Iterator[dict[str, Client]]:
-        """The present keys, for the block to change; they are written after it. Other processes wait meanwhile."""
+    def _editing(self) -> Iterator[dict[str, Client]]:
+        """Yield the keys for the block to change, and write them after it; other processes' changes wait meanwhile."""
         with WriterLock(self.path.with_suffix(".lock"), LOCK_TIMEOUT_S) as lock, lock.hold():
             known = self._read()
             yield known
@@ -111,13 +111,14 @@ class Keys:
             raise SettingsError(
                 f"Reading the keys in {self.path}: {error}. Remove the file and make new keys."
             ) from error
-        self._is_used = self._is_used or bool(clients)  # also when a valid key is all that is looked up
+        # Set here, because a request with a valid key does not ask whether keys are required.
+        self._were_found = self._were_found or bool(clients)
         return {client.digest: client for client in clients}
 
 
 @dataclass(frozen=True)
 class Authenticator:
-    """Checks requests and identifies their client. needs_key False: without keys, everybody is the owner."""
+    """Checks requests and identifies their client. needs_key False: until a key exists, every client is the owner."""
 
     rules: Rules
     keys: Keys
@@ -125,14 +126,14 @@ class Authenticator:
 
     def client(self, scope: Scope) -> Client:
         """The client of a request. Raises ApiError for one that is refused."""
-        if (refusal := refuse(scope, self.rules)) is not None:
+        if (refusal := reason_to_refuse(scope, self.rules)) is not None:
             raise ApiError(*refusal, "refused")
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = key.strip() if kind.lower() == "bearer" else Headers(scope=scope).get("x-api-key", "")
         found = self.keys.client(given) if given else None
         if found is not None:
             return found
-        if scope["path"] in OPEN_PATHS or not (self.needs_key or self.keys.is_used):
+        if scope["path"] in OPEN_PATHS or not (self.needs_key or self.keys.are_required):
             return OWNER
         raise ApiError(
             401,
@@ -142,5 +143,5 @@ class Authenticator:
 
 
 def _digest(key: str) -> str:
-    """A key has 256 random bits, so it needs no slow hash."""
+    """A key's SHA-256. A slow hash is not needed, because keys have 256 random bits."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,6 +1,6 @@
-"""What the page and the server share: the listening socket, uvicorn, the checks before, and owning the home.
+"""What the page and the server share: the listening socket, uvicorn, the checks before the start, and owning the home.
 
-One process owns a home: it runs the ingest queue, and the commands that other processes forward to it.
+Only one process owns a home: it runs the ingest queue, and the commands that other processes forward to it.
 """
 
 import gc
@@ -22,8 +22,8 @@ from starlette.types import ASGIApp
 from ragblend.app.remote import OWNER_LOCK
 from ragblend.app.serve.commands import CommandListener
 from ragblend.app.serve.connections import BACKLOG, ConnectionLimits, GuardedProtocol
-from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.keys import Authenticator, Keys
+from ragblend.app.serve.request_checks import MIB, Address, Rules
 from ragblend.app.serve.watchdog import watch
 from ragblend.app.services import AppServices
 from ragblend.app.system import limit_malloc_arenas, on_signal
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ragblend.app.serve.service import Limits
 
 log = logging.getLogger("ragblend")
-GC_THRESHOLDS = (700, 10, 10)  # Python's own
+GC_THRESHOLDS = (700, 10, 10)  # Python's defaults
 GRACE_S = 30  # for running requests when the server stops
 
 
@@ -52,8 +52,7 @@ class UvicornServer(uvicorn.Server):
         grace_s: int | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        plain: dict[str, Any] = {"access_log": False, "server_header": False, "proxy_headers": False}
-        protocol: Any = partial(GuardedProtocol, (limits or ConnectionLimits()).fitting)
+        protocol: Any = partial(GuardedProtocol, (limits or ConnectionLimits()).within_file_limit)
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -61,7 +60,9 @@ class UvicornServer(uvicorn.Server):
             ws="none",
             timeout_graceful_shutdown=grace_s,
             backlog=BACKLOG,
-            **plain,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
         )
         super().__init__(config)
         self._on_ready = on_ready
@@ -76,8 +77,9 @@ class UvicornServer(uvicorn.Server):
 def listening(
     host: str, port: int, names: Iterable[str] | None = None, ports_tried: int = 1
 ) -> Iterator[tuple[Address, socket.socket]]:
-    """Open a socket at the first free port of `ports_tried` from `port` on (0: any free port), and close it after the
-    block. names: further host names, as in `Address`. Raises UsageError.
+    """Listen for the block, at the first free one of the `ports_tried` ports from `port` on (port 0: any free port).
+
+    names: further host names, as in `Address`. Raises UsageError if no port is free.
     """
     family, reason = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
     ports = range(port, port + ports_tried)
@@ -88,38 +90,38 @@ def listening(
             reason = error.strerror or str(error)
             continue
         with listener:
-            # Without TCP_NODELAY each later packet, a streamed token too, waits up to 40 ms for an acknowledgement.
-            # uvloop sets it; asyncio only for sockets that name their protocol, which this one does not.
+            # Without TCP_NODELAY every packet after the first, such as a streamed token, waits up to 40 ms for an
+            # acknowledgement. uvloop sets it; asyncio only if the socket names its protocol, which this one does not.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield Address(host, listener.getsockname()[1], tuple(names or ())), listener
         return
-    several = f"port {port}" if ports_tried == 1 else f"ports {port} to {ports[-1]}"
-    raise UsageError(f"Listening at {host}, {several}: {reason}. Name another with --port or --host.")
+    tried = f"port {port}" if ports_tried == 1 else f"ports {port} to {ports[-1]}"
+    raise UsageError(f"Listening at {host}, {tried}: {reason}. Name another with --port or --host.")
 
 
 def require_key_if_reachable(host: str, names: Iterable[str] | None, keys: Keys) -> None:
-    """Raise UsageError if other machines can reach the server, directly or by a proxy, and no key was made."""
+    """Raise UsageError if other machines can reach the server, directly or through a proxy, and there is no key."""
     if not (Address(host, names=tuple(names or ())).is_private or keys.clients()):
         raise UsageError(
             f"Serving at {host}: it could be reached from other machines, so it needs a key. Make one with "
-            "`ragblend keys add NAME`, or leave --host and --allow-host away."
+            "`ragblend keys add NAME`, or leave out --host and --allow-host."
         )
 
 
 def check_origins(origins: Iterable[str] | None, keys: Keys) -> tuple[str, ...]:
-    """The web origins whose pages may use the server. Raises UsageError for a text that is no origin, and for `*` if no
-    key was made.
+    """Return the origins of other web sites whose pages may use the server. Raises UsageError for a text that is not an
+    origin, and for `*` if there is no key.
     """
-    found = tuple(origins or ())
-    for each in found:
+    checked = tuple(origins or ())
+    for each in checked:
         if each != "*" and not re.fullmatch(r"https?://[^/\s?#@]+", each):
             raise UsageError(f"--allow-origin {each!r}: an origin looks like https://app.example, or is *.")
-    if "*" in found and not keys.clients():
+    if "*" in checked and not keys.clients():
         raise UsageError(
             "--allow-origin '*': every page that this machine's browsers open could use the server, so it needs a "
             "key. Make one with `ragblend keys add NAME`, or name the origins."
         )
-    return found
+    return checked
 
 
 def serve(
@@ -162,15 +164,15 @@ def serve(
 
 @contextmanager
 def owning(services: AppServices, command: str) -> Iterator[None]:
-    """Make this process the home's owner, which may run the ingest queue and runs forwarded commands.
+    """Make this process the home's owner for the block: it may run the ingest queue, and runs forwarded commands.
 
-    command: the command line's words, for messages in other processes. If this process cannot listen for commands, they
-    run in their own processes. SIGTERM ends it as Ctrl-C does. Raises StoreLockedError if the home has another owner.
+    command: this process's command line, for messages in other processes. If this process cannot listen for commands,
+    they run in their own processes. SIGTERM acts like Ctrl-C. Raises StoreLockedError if the home has another owner.
     """
     root = services.workspaces.home.root
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(writer_lock(root / OWNER_LOCK, command))
+            stack.enter_context(writer_lock(root / OWNER_LOCK, command))
         except StoreLockedError:
             holder = read_holder(root / OWNER_LOCK) or {}
             raise StoreLockedError(
@@ -179,16 +181,16 @@ def owning(services: AppServices, command: str) -> Iterator[None]:
                 "which it answers."
             ) from None
         try:
-            held.enter_context(CommandListener(services))
+            stack.enter_context(CommandListener(services))
         except OSError as error:
             log.warning(
                 "commands run in their own processes: listening in the home %s failed: %s", root, error
             )
-        # The command line raises the thresholds for its start. They are restored, because a cancelled request is
-        # garbage in a cycle that holds its KV; frozen, what was imported is not searched each time.
+        # The command line raises the thresholds while it starts. They are restored, because a cancelled request leaves
+        # a reference cycle that holds its KV. Freezing keeps the imported modules out of each collection.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        held.enter_context(on_signal(signal.SIGTERM, _interrupt))
+        stack.enter_context(on_signal(signal.SIGTERM, _interrupt))
         yield
 
 
@@ -206,5 +208,5 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def _interrupt(*_: Any) -> None:
-    """For SIGTERM: uvicorn raises the signal again, which would end the process with open files."""
+    """Handle SIGTERM: uvicorn sends it again when it has stopped, which would end the process with files open."""
     raise KeyboardInterrupt

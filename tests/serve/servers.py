@@ -17,10 +17,10 @@ from waiting import SOON_S
 
 from ragblend.app.cli.main import main
 from ragblend.app.serve.application import build
-from ragblend.app.serve.front import Rules
 from ragblend.app.serve.keys import Authenticator, Client, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import UvicornServer, listening
+from ragblend.app.serve.request_checks import Rules
 from ragblend.app.services import AppServices
 from ragblend.integrations.tools import AnswerFormat
 

@@ -51,7 +51,7 @@ def sends_in_vain(connection):
 @pytest.fixture(scope="module")
 def few(home_of, tiny_folder):
     """A server of few connections."""
-    limits = ConnectionLimits(total=16, of_one=12, header_s=3600)
+    limits = ConnectionLimits(total=16, per_address=12, header_s=3600)
     with serving(home_of(), tiny_folder, connections=limits) as found:
         yield found
 
@@ -105,8 +105,8 @@ def test_a_header_that_is_never_whole_times_out(home_of, tiny_folder) -> None:
 def test_limits_fit_into_the_files_that_a_process_may_open(monkeypatch) -> None:
     def fitting(files):
         monkeypatch.setattr("ragblend.app.serve.connections.open_file_limit", lambda: files)
-        found = ConnectionLimits().fitting
-        return found.total, found.of_one
+        found = ConnectionLimits().within_file_limit
+        return found.total, found.per_address
 
     assert [fitting(files) for files in (10**6, 1024, 400, 100)] == [
         (512, 384),
@@ -114,7 +114,7 @@ def test_limits_fit_into_the_files_that_a_process_may_open(monkeypatch) -> None:
         (208, 156),
         (16, 12),
     ]
-    assert ConnectionLimits(total=20, of_one=9).fitting.of_one == 9
+    assert ConnectionLimits(total=20, per_address=9).within_file_limit.per_address == 9
 
 
 def test_pages_of_allowed_sites_may_send_requests(home_of, tiny_folder) -> None:

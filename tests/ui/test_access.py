@@ -19,9 +19,9 @@ from ragblend.app.cli.main import main
 from ragblend.app.library.documents import FileFacts
 from ragblend.app.library.registry import Library
 from ragblend.app.serve.errors import ApiError
-from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
 from ragblend.app.serve.keys import Authenticator, Client, Keys
 from ragblend.app.serve.listening import require_key_if_reachable
+from ragblend.app.serve.request_checks import Address, Rules, reason_to_refuse, split_netloc
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.login import COOKIE_SECONDS, PageLogin, load_or_create_secret
 from ragblend.ui.page_context import PageContext
@@ -187,7 +187,7 @@ def test_path_traversal_is_refused(site) -> None:
     assert len(answers) == 100
     assert [path for path, one in answers.items() if not is_refused(one) or "root:" in one.text] == []
     plain = {"method": "GET", "path": "/a..b/c.txt", "raw_path": b"/a..b/c.txt"}
-    assert refuse(plain | {"headers": [(b"host", b"127.0.0.1:7860")]}, RULES) is None
+    assert reason_to_refuse(plain | {"headers": [(b"host", b"127.0.0.1:7860")]}, RULES) is None
 
 
 def test_files_other_sites_and_api_docs_are_not_served(ask, site) -> None:
@@ -303,9 +303,11 @@ def test_errors_are_logged_in_one_line_without_the_request(ask, site, caplog) ->
 
 def test_a_wildcard_bind_answers_to_addresses_and_to_no_foreign_name() -> None:
     rules = Rules(Address("0.0.0.0", PORT, ("nas.lan",)))
-    assert all(rules.knows(f"{name}:7860") for name in ("192.168.1.4", "[fe80::1]", "nas.lan", "localhost"))
+    assert all(
+        rules.is_own_host(f"{name}:7860") for name in ("192.168.1.4", "[fe80::1]", "nas.lan", "localhost")
+    )
     assert not any(
-        rules.knows(name) for name in ("evil.example:7860", "192.168.1.4:80", "evil.lan", "nas.lan:x")
+        rules.is_own_host(name) for name in ("evil.example:7860", "192.168.1.4:80", "evil.lan", "nas.lan:x")
     )
 
 
@@ -351,9 +353,9 @@ def test_a_revoked_key_that_was_the_only_one_ever_used_is_no_owner(tmp_path) -> 
 
 def test_allowed_host_works_behind_a_proxy() -> None:
     rules = Rules(Address("127.0.0.1", PORT, ("Docs.example", "nas.lan:8443")))
-    assert all(rules.knows(name) for name in ("docs.example", "docs.example:443", "nas.lan:8443"))
+    assert all(rules.is_own_host(name) for name in ("docs.example", "docs.example:443", "nas.lan:8443"))
     assert not any(
-        rules.knows(name) for name in ("nas.lan", f"nas.lan:{PORT}", "127.0.0.1", "docs.example.evil")
+        rules.is_own_host(name) for name in ("nas.lan", f"nas.lan:{PORT}", "127.0.0.1", "docs.example.evil")
     )
 
 
@@ -369,7 +371,7 @@ def test_allowed_host_works_behind_a_proxy() -> None:
 )
 def test_origin_must_be_the_allowed_host(host, origin, status) -> None:
     """Invalid origins caused a 500, before any password was asked for."""
-    refused = refuse(request(host, origin), Rules(Address("127.0.0.1", PORT, ("docs.example",))))
+    refused = reason_to_refuse(request(host, origin), Rules(Address("127.0.0.1", PORT, ("docs.example",))))
     assert (refused and refused[0]) == status
 
 

@@ -14,8 +14,8 @@ import gradio as gr
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from ragblend.app.serve.front import Rules
 from ragblend.app.serve.listening import UvicornServer, listening
+from ragblend.app.serve.request_checks import Rules
 from ragblend.app.services import AppServices
 from ragblend.ui.login import PageLogin
 from ragblend.ui.page_context import PageContext

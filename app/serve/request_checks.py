@@ -1,7 +1,7 @@
 """Checks of a request's host name, origin, path and size, for the page and the server.
 
-A browser sends requests on behalf of other sites: under a host name that resolves to this machine (DNS rebinding), or
-from their own origin. uvicorn by itself would answer them.
+Any web site can make a browser send requests here: from the site's own origin, or under a host name that resolves to
+this machine (DNS rebinding). uvicorn by itself would answer them.
 """
 
 import asyncio
@@ -14,18 +14,17 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
-Refusal = tuple[int, str]  # a status and a sentence
+Refusal = tuple[int, str]  # an HTTP status and a message
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MIB = 1 << 20
 PORT_DIGITS = 5
-OVERHEAD_BYTES = MIB  # how much larger a multipart upload may be than its file
+OVERHEAD_BYTES = MIB  # what a multipart upload may have besides its file
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen. names: further accepted host names, at any port unless they name one.
-
-    A proxy with TLS passes on the host name that its clients use.
+    """Where to listen. names: further accepted host names, at any port unless they name one: a TLS proxy, for example,
+    passes on the host name that its clients use.
     """
 
     host: str = "127.0.0.1"
@@ -38,7 +37,7 @@ class Address:
 
     @property
     def is_private(self) -> bool:
-        """Whether only programs on this machine can connect; further names mean that there is a proxy."""
+        """Whether only programs on this machine can connect; further host names mean that a proxy forwards requests."""
         return self.is_loopback and not self.names
 
     @property
@@ -51,7 +50,7 @@ class Address:
 class Rules:
     """Accepted host names (those of the address and of loopback) and size limits.
 
-    upload_path: its bodies are files. origins: other web sites whose pages may send requests; `*` is all.
+    upload_path: the route that receives files. origins: other web sites whose pages may send requests; `*` is all.
     """
 
     address: Address
@@ -60,7 +59,7 @@ class Rules:
     max_body_bytes: int = 8 * MIB
     origins: tuple[str, ...] = ()
 
-    def knows(self, netloc: str) -> bool:
+    def is_own_host(self, netloc: str) -> bool:
         """Whether `netloc` (host, or host:port) names this server.
 
         If it listens on all addresses, any IP address is accepted: DNS rebinding needs a host name.
@@ -71,16 +70,16 @@ class Rules:
             return True
         if not name or port != self.address.port:
             return False
-        anywhere = host in ("0.0.0.0", "::", "") and is_address(name)
-        return anywhere or name in (*LOOPBACK_NAMES, f"[{host}]" if ":" in host else host.lower())
+        is_any_ip_address = host in ("0.0.0.0", "::", "") and is_ip_address(name)
+        return is_any_ip_address or name in (*LOOPBACK_NAMES, f"[{host}]" if ":" in host else host.lower())
 
-    def limit(self, path: str) -> int:
-        """The largest body of a request to this path, in bytes."""
+    def max_bytes(self, path: str) -> int:
+        """The size limit of a request's body at this path."""
         return self.max_upload_bytes + OVERHEAD_BYTES if path == self.upload_path else self.max_body_bytes
 
 
 class TooLarge(HTTPException):
-    """A body exceeded its limit while it was read. As an HTTPException, FastAPI passes it on as it is."""
+    """A body exceeded its limit while it was read. It is an HTTPException because FastAPI raises those unchanged."""
 
     code = "too_large"
 
@@ -94,14 +93,14 @@ class TooSlow(HTTPException):
 class LimitedBody:
     """Receives a body, limited in bytes and in seconds (None: no time limit). Raises TooLarge, TooSlow."""
 
-    def __init__(self, receive: Receive, limit: int, seconds: float | None = None) -> None:
-        self._receive, self.limit, self._seen = receive, limit, 0
+    def __init__(self, receive: Receive, max_bytes: int, seconds: float | None = None) -> None:
+        self._receive, self.max_bytes, self._received_bytes = receive, max_bytes, 0
         self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         self._is_whole = False
 
     @property
-    def exceeded(self) -> bool:
-        return self._seen > self.limit
+    def is_exceeded(self) -> bool:
+        return self._received_bytes > self.max_bytes
 
     async def __call__(self) -> Message:
         try:
@@ -109,45 +108,45 @@ class LimitedBody:
                 message = await self._receive()
         except TimeoutError:
             raise TooSlow(408, "The request did not arrive in time.") from None
-        self._seen += len(message.get("body", b""))
+        self._received_bytes += len(message.get("body", b""))
         self._is_whole = self._is_whole or not message.get("more_body", False)
-        if self.exceeded:
-            raise TooLarge(*too_large(self.limit))
+        if self.is_exceeded:
+            raise TooLarge(*too_large(self.max_bytes))
         return message
 
 
-async def whole_body(receive: Receive, most: int | None = None) -> bytes:
-    """Read a body to its end, or its first `most` bytes."""
+async def read_body(receive: Receive, max_bytes: int | None = None) -> bytes:
+    """Read a body to its end, or its first `max_bytes` bytes."""
     body, more = bytearray(), True
-    while more and (most is None or len(body) < most):
+    while more and (max_bytes is None or len(body) < max_bytes):
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    return bytes(body[:most])
+    return bytes(body[:max_bytes])
 
 
-def refuse(scope: Scope, rules: Rules) -> Refusal | None:
-    """Why a request is refused, as a status and a message; None for an acceptable one."""
+def reason_to_refuse(scope: Scope, rules: Rules) -> Refusal | None:
+    """The status and message with which to refuse a request; None if it is acceptable."""
     headers = Headers(scope=scope)
     hosts = headers.getlist("host")
-    if len(hosts) != 1 or not rules.knows(hosts[0]):
+    if len(hosts) != 1 or not rules.is_own_host(hosts[0]):
         return 421, "This server does not answer under that host name."
     is_allowed = "*" in rules.origins or headers.get("origin") in rules.origins
     if not is_allowed and not is_same_origin(scope, headers, hosts[0]):
         return 403, "Requests from other sites are refused."
-    if has_odd_path(scope):
+    if has_unsafe_path(scope):
         return 404, "There is nothing at that path."
     if headers.get("content-encoding", "identity").lower() != "identity":
         return 415, "Compressed bodies are not read: send it without Content-Encoding."
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
         return 400, "Content-Length must be a number."
-    limit = rules.limit(scope["path"])
-    return too_large(limit) if len(length) > 18 or int(length) > limit else None
+    max_bytes = rules.max_bytes(scope["path"])
+    return too_large(max_bytes) if len(length) > 18 or int(length) > max_bytes else None
 
 
 def is_same_origin(scope: Scope, headers: Headers, host: str) -> bool:
-    """Whether a request is from this site, by Origin if sent, else Sec-Fetch-Site. Links elsewhere may open `/`."""
+    """Whether a request is from this site, by Origin if sent, else Sec-Fetch-Site. Other sites may link to `/`."""
     origins = headers.getlist("origin")
     if origins:
         with suppress(ValueError):  # not a URL
@@ -159,17 +158,17 @@ def is_same_origin(scope: Scope, headers: Headers, host: str) -> bool:
     return site in ("same-origin", "none") or (opens_page and scope["path"] == "/")
 
 
-def has_odd_path(scope: Scope) -> bool:
-    """Whether a path has `..`, backslashes or control characters, decoded or not: no route has any."""
+def has_unsafe_path(scope: Scope) -> bool:
+    """Whether a path has `.`, `..`, backslashes or control characters, percent-encoded or not. No route has any."""
     raw = scope.get("raw_path", b"").decode("latin-1").lower()
     path = scope["path"].replace("\\", "/")
-    encoded = any(mark in raw for mark in ("%2e%2e", "%5c", "%00", "%25"))
-    steps = any(part in ("..", ".") for part in path.replace("=", "/").split("/"))
-    return encoded or steps or "\\" in scope["path"] or any(ord(character) < 32 for character in path)
+    has_encoded = any(mark in raw for mark in ("%2e%2e", "%5c", "%00", "%25"))
+    has_dots = any(part in ("..", ".") for part in path.replace("=", "/").split("/"))
+    return has_encoded or has_dots or "\\" in scope["path"] or any(ord(character) < 32 for character in path)
 
 
-def too_large(limit: int) -> Refusal:
-    return 413, f"That is larger than the limit of {limit // MIB} MiB."
+def too_large(max_bytes: int) -> Refusal:
+    return 413, f"That is larger than the limit of {max_bytes // MIB} MiB."
 
 
 def split_netloc(netloc: str) -> tuple[str, int | None]:
@@ -182,7 +181,7 @@ def split_netloc(netloc: str) -> tuple[str, int | None]:
     return netloc[: bracket + 1] + name, int(port) if is_number else None
 
 
-def is_address(name: str) -> bool:
+def is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name.strip("[]"))
     except ValueError:
