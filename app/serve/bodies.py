@@ -20,6 +20,7 @@ from ragblend.integrations.parameters import PER_CALL
 from ragblend.integrations.tools import schema_in
 from ragblend.kvstore.errors import UsageError
 
+# Role of a message: role in the chat template.
 ROLES = {"developer": "system", "function": "tool"} | {
     each: each for each in ("system", "user", "assistant", "tool")
 }
@@ -28,7 +29,7 @@ CALL_OPTIONS = (
     *PER_CALL, "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
     "parallel_tool_calls",
 )  # fmt: skip
-# Fields that clients send back with a message, as an earlier answer of some server had them. No model here reads them.
+# Fields that some server's answers have, and that clients send back with the message. No model here reads them.
 IGNORED_IN_MESSAGES = frozenset((
     "additional_kwargs", "annotations", "cache_control", "citations", "created_at", "finish_reason", "id", "index",
     "logprobs", "metadata", "model", "model_extra", "parsed", "provider_specific_fields", "reasoning",
@@ -41,13 +42,14 @@ MOST_CHOICES = 8
 MOST_TEXTS = 2048
 MOST_FIELDS = 200
 _ANY_JSON = TypeAdapter(Any)
-Long = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-# Other servers' "no limit" is the same as none given.
-Limit = Annotated[Count | None, BeforeValidator(lambda value: None if value == -1 else value)]
-Text = Annotated[str, Field(min_length=1)]
+# -1 is "no limit" for other servers, so it means the same as no value.
+TokenLimit = Annotated[Count | None, BeforeValidator(lambda value: None if value == -1 else value)]
+OnlyOne = Annotated[float, Field(ge=1, le=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
-# Its first wrong item is the only error: a million of them took seconds, in which nothing else was answered.
+# Validation stops at the first wrong item: to report a million took seconds, in which no other request was answered.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
@@ -58,11 +60,11 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_text(cls, values: Any) -> Any:
-        """Refuse lone surrogates, which JSON can hold and no tokenizer takes, and NaN, which only Python's JSON has."""
-        if not isinstance(values, dict):  # not JSON, or no object: a later check refuses it
+    def _check_values(cls, values: Any) -> Any:
+        """Refuse lone surrogates, which JSON allows but no tokenizer, and NaN, which only Python's JSON allows."""
+        if not isinstance(values, dict):  # not a JSON object: pydantic refuses it later
             return values
-        if len(values) > MOST_FIELDS:  # each unknown one would be an error
+        if len(values) > MOST_FIELDS:  # each unknown field would be reported as an error
             raise ValueError(f"it has more than {MOST_FIELDS} fields")
         try:
             json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
@@ -75,8 +77,11 @@ class Body(BaseModel):
         return values
 
     @classmethod
-    def translated(cls, values: Mapping[str, Any], note: str) -> Self:
-        """The body of values from another API's body; note: how they were translated. Raises UsageError."""
+    def translated(cls, values: Mapping[str, Any], note: str = "OpenAI's name of the field") -> Self:
+        """Validate values that were translated from another API's body. Raises UsageError.
+
+        note: explains the field's name in the error's message.
+        """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -84,19 +89,20 @@ class Body(BaseModel):
             raise UsageError(f"{where}: {problem['msg']} ({note})") from None
 
 
-def main_problem(problems: Sequence[Any], ignored: int = 0) -> tuple[Any, str]:
-    """The problem of pydantic's to tell a client, and its field. ignored: parts of a place before the field.
+def main_problem(problems: Sequence[Any], skipped: int = 0) -> tuple[Any, str]:
+    """The one of pydantic's problems to tell a client, and its field. skipped: parts of a location before the field.
 
-    Of a value that may have several types all are problems: the fault is in one whose type fits, or nearly.
+    For a value that may have several types, pydantic reports a problem for each. The best one comes from the type that
+    fits best: it is not about the type itself, if any such is there, and lies deepest in the value.
     """
-    field = problems[0]["loc"][: ignored + 1]
-    alike = [each for each in problems if each["loc"][: ignored + 1] == field]
-    worst = max(alike, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
-    return worst, ".".join(str(part) for part in worst["loc"][ignored:] if not _is_type_name(part))
+    field = problems[0]["loc"][: skipped + 1]
+    of_field = [each for each in problems if each["loc"][: skipped + 1] == field]
+    best = max(of_field, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+    return best, ".".join(str(part) for part in best["loc"][skipped:] if not _is_type_name(part))
 
 
 def _is_type_name(part: str | int) -> bool:
-    """Whether a part of an error's place is pydantic's name for one of a value's types."""
+    """Whether a part of a problem's location is pydantic's name for one of a value's types."""
     return isinstance(part, str) and (
         not part.isidentifier() or part in ("str", "float", "int", "bool", "none")
     )
@@ -112,32 +118,32 @@ class OwnOptions(Body):
 
 
 class StreamOptions(Body):
-    """OpenAI's stream options; obfuscation, which pads events against eavesdroppers, has no effect here."""
+    """OpenAI's stream options; obfuscation, padding against eavesdroppers, has no effect here."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class Options(OwnOptions):
-    """Options of all completions, with OpenAI's names."""
+class CompletionOptions(OwnOptions):
+    """Options of chats, completions and responses, with OpenAI's names."""
 
     model: str
-    max_tokens: Limit = None
+    max_tokens: TokenLimit = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int | None, BeforeValidator(lambda value: 0 if value == -1 else value)] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    seed: Long | None = None
+    seed: Int64 | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
-    # Accepted and ignored: they tell a hosted service who the user is, what it may keep and how long to reason, or
-    # would only save time.
+    # Accepted and ignored: they tell a hosted service who the user is, what it may store and how long to reason, or
+    # would only make it faster.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -157,16 +163,16 @@ class Options(OwnOptions):
     skip_special_tokens: Literal[True] | None = None
     use_beam_search: Literal[False] | None = None
     min_tokens: Literal[0] | None = None
-    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
-    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
+    length_penalty: OnlyOne | None = None
+    typical_p: OnlyOne | None = None
     moderation: None = None
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def options(self) -> dict[str, Any]:
-        """The arguments of `Call.of` that the body has."""
+    def call_options(self) -> dict[str, Any]:
+        """The arguments for `Call.of`, without those that are not set."""
         return {name: value for name in CALL_OPTIONS if (value := getattr(self, name, None)) is not None}
 
 
@@ -178,24 +184,24 @@ class MessageBody(Body):
     name: str | None = None
     tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    # Both would be input that no model here reads.
+    # Refused unless empty: no model here reads sound or images, and `tool_calls` replaces `function_call`.
     audio: None = None
     images: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _without_ignored(cls, values: Any) -> Any:
+    def _drop_ignored(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if name not in IGNORED_IN_MESSAGES}
 
 
-class ChatBody(Options):
+class ChatBody(CompletionOptions):
     """`/v1/chat/completions`."""
 
     messages: Annotated[Items[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Limit = None
+    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Items[dict[str, Any]] | None = None
@@ -210,20 +216,20 @@ class ChatBody(Options):
     function_call: None = None
     web_search_options: None = None
 
-    def options(self) -> dict[str, Any]:
+    def call_options(self) -> dict[str, Any]:
         schema = schema_in(self.response_format)
-        return super().options() | ({} if schema is None else {"json_schema": schema})
+        return super().call_options() | ({} if schema is None else {"json_schema": schema})
 
     def turns(self) -> list[ChatTurn]:
-        """Raises UsageError for what the model cannot read."""
+        """The messages as turns, without empty ones. Raises UsageError for unsupported roles, parts and calls."""
         _check_results(self.messages)
         return drop_empty_turns([_turn(number, message) for number, message in enumerate(self.messages)])
 
 
-class CompletionBody(Options):
+class CompletionBody(CompletionOptions):
     """`/v1/completions`: text to continue, without a chat template."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
+    prompt: NonEmptyText | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MOST_CHOICES)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: Literal[""] | None = None
 
@@ -232,12 +238,12 @@ class CompletionBody(Options):
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
-class ResponsesBody(Options):
+class ResponsesBody(CompletionOptions):
     """`/v1/responses`: a chat with other field names. Nothing is stored, so earlier responses cannot be referred to."""
 
-    input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: NonEmptyText | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: Limit = None
+    max_output_tokens: TokenLimit = None
     text: dict[str, Any] | None = None
     tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -245,7 +251,7 @@ class ResponsesBody(Options):
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    # Only reasoning models return it; accepted, since no model here does.
+    # Accepted without effect: only reasoning models return it.
     include: Items[Literal["reasoning.encrypted_content"]] | None = None
     n: None = None
     max_tokens: None = None
@@ -256,9 +262,9 @@ class ResponsesBody(Options):
     top_logprobs: Literal[0] | None = None
     context_management: None = None
 
-    def chat(self) -> ChatBody:
+    def to_chat_body(self) -> ChatBody:
         """Convert to a chat body. Raises UsageError for items, tools and formats that are not supported."""
-        values = self.model_dump(include=set(Options.model_fields), exclude_none=True) | {
+        values = self.model_dump(include=set(CompletionOptions.model_fields), exclude_none=True) | {
             "messages": self._messages(),
             "tools": None if self.tools is None else [_chat_tool(each) for each in self.tools],
             "tool_choice": _chat_choice(self.tool_choice),
@@ -287,10 +293,10 @@ class ResponsesBody(Options):
 
 
 class EmbeddingBody(Body):
-    """`/v1/embeddings`; token ids are refused, because they would be of another tokenizer."""
+    """`/v1/embeddings`; token ids are refused, because they would be another tokenizer's."""
 
     model: str
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
+    input: NonEmptyText | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MOST_TEXTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: Any = None
@@ -306,7 +312,7 @@ class HistoryMessage(Body):
 class AskBody(Body):
     """`/v1/rag/ask`: a question about the library, answered as by `ragblend ask` and the page."""
 
-    question: Text
+    question: NonEmptyText
     collection: str | None = None
     collections: Annotated[list[str], Field(max_length=100)] | None = None
     history: Annotated[Items[HistoryMessage], Field(max_length=MOST_MESSAGES)] = []
@@ -340,12 +346,14 @@ def _chat_message(where: str, item: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _chat_parts(content: Any) -> Any:
-    """Rename a list's text parts as a chat has them; leave everything else."""
-    texts = ("input_text", "output_text")
+    """Rename the type of text parts to that of chat messages. Everything else is unchanged."""
     if not isinstance(content, list):
         return content
-    is_text = [isinstance(part, Mapping) and part.get("type") in texts for part in content]
-    return [{**part, "type": "text"} if known else part for known, part in zip(is_text, content, strict=True)]
+    return [{**part, "type": "text"} if _is_text_part(part) else part for part in content]
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text")
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,31 +385,31 @@ def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _check_results(messages: Sequence[MessageBody]) -> None:
-    """Raise UsageError for an id that is no text, for a tool's result without a call, and for a second result, which
-    OpenAI's API refuses too.
+    """Raise UsageError for a call's id that is not a string, a tool's result without a call, and a second result of a
+    call. OpenAI's API refuses such results too.
 
-    Results of the older role `function` have no ids.
+    Results of the older role `function` are not checked, because they have no ids.
     """
-    results: dict[Any, int | None] = {}  # by the call's id: its result's message
+    results: dict[Any, int | None] = {}  # call id -> number of the message with the result, None before it
     for number, message in enumerate(messages):
-        called = message.tool_call_id
+        call_id = message.tool_call_id
         if message.role == "assistant":
             ids = [call.get("id") for call in message.tool_calls or ()]
             if not all(isinstance(each, str | None) for each in ids):
                 raise UsageError(f"messages[{number}].tool_calls has an id that is no text")
             results |= dict.fromkeys(ids)
-        elif message.role == "tool" and (called is None or called not in results):
+        elif message.role == "tool" and (call_id is None or call_id not in results):
             raise UsageError(
                 f"messages[{number}] has the role tool and must answer an earlier call of tool_calls; its tool_call_id "
-                f"is {called!r:.100}"
+                f"is {call_id!r:.100}"
             )
-        elif message.role == "tool" and results[called] is not None:
+        elif message.role == "tool" and results[call_id] is not None:
             raise UsageError(
-                f"messages[{results[called]}] and messages[{number}] both answer the call {called!r:.100}; send one "
+                f"messages[{results[call_id]}] and messages[{number}] both answer the call {call_id!r:.100}; send one "
                 "result of each call"
             )
         elif message.role == "tool":
-            results[called] = number
+            results[call_id] = number
 
 
 def _turn(number: int, message: MessageBody) -> ChatTurn:
@@ -437,13 +445,13 @@ def _call(where: str, call: Mapping[str, Any]) -> ToolCall:
         raise UsageError(f"{where} is not a function call: it needs a function with a name")
     text = function.get("arguments")
     if not isinstance(text, str | None):
-        raise UsageError(f"{where} has arguments that are no text: OpenAI's interface has JSON as text there")
+        raise UsageError(f"{where} has arguments that are no text: in OpenAI's API they are JSON in a string")
     return ToolCall(name, _arguments(text or "{}"), str(call.get("id") or ""))
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments, which a model wrote: as far as they came if they were cut off, and as a text if they are no
-    object at all.
+    """Parse a call's arguments, which a model wrote. If they were cut off, the part before the cut counts; if they are
+    not a JSON object, the whole text becomes one argument.
     """
     try:
         found = _ANY_JSON.validate_json(text, experimental_allow_partial="trailing-strings")

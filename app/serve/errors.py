@@ -1,4 +1,4 @@
-"""Errors with their HTTP status, and the dialects (OpenAI's API and others) in which clients get them."""
+"""Errors with their HTTP status, and the dialects (OpenAI's API and others) in which they are sent to clients."""
 
 import json
 import logging
@@ -13,8 +13,8 @@ from ragblend.kvstore import errors
 from ragblend.kvstore.files import NO_ROOM
 
 log = logging.getLogger("ragblend")
-# The first matching row counts: exception, HTTP status, error code.
-KNOWN: tuple[tuple[type[Exception], int, str], ...] = (
+# Exception, HTTP status, error code. The first entry whose exception matches counts.
+KNOWN_ERRORS: tuple[tuple[type[Exception], int, str], ...] = (
     (AnswerTimeout, 504, "timeout"),
     (TimeoutError, 504, "timeout"),
     (errors.PromptTooLongError, 400, "context_length_exceeded"),
@@ -30,7 +30,7 @@ KNOWN: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Cancelled, 503, "stopped"),
     (errors.RagBlendError, 500, "internal_error"),
 )
-KINDS = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -55,9 +55,13 @@ class ApiError(Exception):
         self.retry_s, self.is_final = retry_s, is_final
 
     def to_json(self) -> dict[str, Any]:
-        """As OpenAI's API returns it."""
-        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        """The JSON that OpenAI's API would return."""
+        error_type = ERROR_TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
+        }
 
     @property
     def headers(self) -> dict[str, str]:
@@ -71,10 +75,10 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Dialect:
-    """How an API writes errors and streams. has_lines: a stream is JSON by lines, instead of server-sent events."""
+    """How an API writes errors and streams. has_json_lines: a stream is lines of JSON, not server-sent events."""
 
     error: Callable[[ApiError], dict[str, Any]] = ApiError.to_json
-    has_lines: bool = False
+    has_json_lines: bool = False
 
 
 OPENAI = Dialect()
@@ -84,13 +88,13 @@ def error_response(error: ApiError, dialect: Dialect = OPENAI) -> Response:
     return json_response(dialect.error(error), error.status, error.headers)
 
 
-def api_error(error: BaseException, shown: Callable[[str], str] = str) -> ApiError:
-    """Convert any error to an ApiError; unexpected ones show only their class. shown: removes this machine's paths."""
+def api_error(error: BaseException, hide_paths: Callable[[str], str] = str) -> ApiError:
+    """Convert any error to an ApiError. Unexpected ones show only their class. hide_paths: applied to messages."""
     if isinstance(error, ApiError):
         return error
-    for kind, status, code in KNOWN:
+    for kind, status, code in KNOWN_ERRORS:
         if isinstance(error, kind):
-            message = shown(str(error)) or "The answer took too long."
+            message = hide_paths(str(error)) or "The answer took too long."
             return ApiError(status, message, code, retry_s=5 if status == 503 else None)
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return ApiError(507, "The disk is full. Free some space.", "disk_full")
@@ -101,9 +105,9 @@ def api_error(error: BaseException, shown: Callable[[str], str] = str) -> ApiErr
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(encoded(value), status, headers, "application/json")
+    return Response(encode_json(value), status, headers, "application/json")
 
 
-def encoded(value: Any) -> bytes:
-    """JSON in ASCII, so that lone surrogates from a request are escaped."""
+def encode_json(value: Any) -> bytes:
+    """Encode as ASCII JSON, which escapes lone surrogates of a request that it repeats."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")

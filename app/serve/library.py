@@ -1,4 +1,4 @@
-"""`/v1/rag/ask` and `/v1/documents`: questions about the library, and its documents, as on the page."""
+"""`/v1/rag/ask` and `/v1/documents`: questions about the library, and its documents, treated as by the page."""
 
 import asyncio
 import re
@@ -29,7 +29,14 @@ from ragblend.app.library.uploads import safe_name
 from ragblend.app.serve.bodies import AskBody
 from ragblend.app.serve.errors import ApiError, json_response
 from ragblend.app.serve.keys import Client
-from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
+from ragblend.app.serve.service import (
+    Service,
+    client_of,
+    collect,
+    service_of,
+    stream_response,
+    until_disconnected,
+)
 from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.threads import in_thread, iterate_in_thread
@@ -40,30 +47,32 @@ UPLOAD_PATH = "/v1/documents"
 MAX_FILES = 100
 
 
-class Known(BaseModel):
-    """Parameters of a query or a form. An unknown one is refused: a collection that is ignored would be another one."""
+class StrictParameters(BaseModel):
+    """Parameters of a query or a form. Unknown ones are refused: if a misspelt `collection` were ignored, another one
+    would be used.
+    """
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
-async def without_query(request: Request) -> None:
-    """For routes whose parameters are in the body. Raises ApiError (400)."""
+async def refuse_query(request: Request) -> None:
+    """For routes whose parameters are in the body: raise ApiError (400) if there is a query."""
     for name in request.query_params:
         message = f"{name:.100}: this route's parameters belong in the body, not in the URL"
         raise ApiError(400, message, "unknown_parameter", name)
 
 
 router = APIRouter(prefix="/v1")
-in_body = [Depends(without_query)]
+parameters_in_body = [Depends(refuse_query)]
 
 
-@router.post("/rag/ask", dependencies=in_body)
+@router.post("/rag/ask", dependencies=parameters_in_body)
 async def ask(request: Request, body: AskBody) -> Response:
     """Answer a question about documents, with sources and statistics; streamed, `delta` events come first."""
     service, client = service_of(request), client_of(request)
-    named: list[str | None] = [*(body.collections or []), body.collection]
-    wanted: list[str | None] = [each for each in named if each is not None]
-    collections = await in_thread(lambda: [service.collection(client, each) for each in wanted or [None]])
+    named = [each for each in (*(body.collections or ()), body.collection) if each is not None]
+    wanted: list[str | None] = [*named] or [None]  # None: the client's first collection
+    collections = await in_thread(lambda: [service.check_collection(client, each) for each in wanted])
     options = AskOptions(
         tuple(dict.fromkeys(collections)), body.mode, body.method, body.ratio, body.top_k, body.max_tokens,
         body.temperature, client=client.name,
@@ -79,8 +88,8 @@ async def ask(request: Request, body: AskBody) -> Response:
 
     pieces = _answer(service, client, body, begin)
     if body.stream:
-        return await streamed(request, pieces)
-    return json_response((await until_gone(request.receive, whole(pieces)))[-1])
+        return await stream_response(request, pieces)
+    return json_response((await until_disconnected(request.receive, collect(pieces)))[-1])
 
 
 async def _answer(
@@ -88,29 +97,29 @@ async def _answer(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a `delta` for each piece, then the whole answer. Closing the generator cancels the work."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
-    stopped, turns = threading.Event(), list[AnswerStream]()
+    cancel, started = threading.Event(), list[AnswerStream]()
 
     def stop() -> None:
-        stopped.set()
-        for turn in turns:
-            turn.stop()
+        cancel.set()
+        for stream in started:
+            stream.stop()
 
-    def work(tell: Callable[[str], None]) -> Answer:
+    def work(send: Callable[[str], None]) -> Answer:
         try:
-            begun = begin(stopped)
+            stream = begin(cancel)
         except Cancelled as error:
             raise service.timeout_error(body.timeout) from error
-        with begun as turn:
-            turns.append(turn)
-            if stopped.is_set():
-                turn.stop()
-            for number, piece in enumerate(turn):
-                if number == 0 and turn.is_by_model:
+        with stream:
+            started.append(stream)
+            if cancel.is_set():  # perhaps before `stream` was in the list
+                stream.stop()
+            for number, piece in enumerate(stream):
+                if number == 0 and stream.is_by_model:
                     service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
-                tell(piece)
+                send(piece)
         if time.monotonic() >= arrived + seconds:
             raise service.timeout_error(body.timeout)
-        return turn.answer
+        return stream.answer
 
     with service.admission.enter(client):
         timer = asyncio.get_running_loop().call_later(seconds, stop)
@@ -120,21 +129,21 @@ async def _answer(
                     if isinstance(item, str):
                         yield {"object": "rag.answer.chunk", "delta": item}
                     else:
-                        if turns[0].is_by_model:
-                            service.count(item.report)
+                        if started[0].is_by_model:
+                            service.record_answer(item.report)
                         yield {"object": "rag.answer", **item.to_json(), "model": service.model}
         finally:
             timer.cancel()
 
 
-class Upload(Known):
+class Upload(StrictParameters):
     """The form of an upload."""
 
     file: Annotated[list[UploadFile], Field(description="One file or several.")]
     collection: str | None = None
 
 
-@router.post("/documents", status_code=202, dependencies=in_body)
+@router.post("/documents", status_code=202, dependencies=parameters_in_body)
 async def upload(
     request: Request, form: Annotated[Upload, Form(media_type="multipart/form-data")]
 ) -> Response:
@@ -156,23 +165,23 @@ def _queue_files(
     service: Service, client: Client, files: list[UploadFile], collection: str | None
 ) -> dict[str, Any]:
     """Copy and queue the files. Raises ApiError if none of them can be ingested."""
-    name = service.collection(client, collection)
-    folder = Path(tempfile.mkdtemp(prefix="upload-"))  # inside the home: see `listening`
+    name = service.check_collection(client, collection)
+    folder = Path(tempfile.mkdtemp(prefix="upload-"))  # inside the home: see `listening.temporary_files_in`
     try:
         paths = []
         for number, each in enumerate(files):
-            place = folder / str(number) / safe_name(each.filename or "document")
-            place.parent.mkdir(mode=FOLDER_MODE)
-            with place.open("wb") as copy:
+            path = folder / str(number) / safe_name(each.filename or "document")
+            path.parent.mkdir(mode=FOLDER_MODE)
+            with path.open("wb") as copy:
                 shutil.copyfileobj(each.file, copy)
-            paths.append(place)
-        service.collection(client, name)  # raises if it was removed meanwhile
+            paths.append(path)
+        service.check_collection(client, name)  # raises ApiError if it was removed meanwhile
         added = service.app.jobs.upload(paths, name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    places = re.compile(re.escape(str(folder)) + r"/\d+/")
+    folders = re.compile(re.escape(str(folder)) + r"/\d+/")
     failed = [
-        {"name": name, "reason": service.shown(places.sub("", reason))}
+        {"name": name, "reason": service.hide_paths(folders.sub("", reason))}
         for name, reason in (*added.failed, *added.skipped)
     ]
     if not added.files:
@@ -182,7 +191,7 @@ def _queue_files(
     return {"object": "upload", "collection": name, "queued": added.files, "failed": failed}
 
 
-class Listing(Known):
+class Listing(StrictParameters):
     """Query parameters of a list."""
 
     collection: str | None = None
@@ -190,65 +199,67 @@ class Listing(Known):
     limit: Annotated[int, Field(ge=1, le=1000)] = 50
     offset: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
-    async def of(
+    async def respond(
         self, request: Request, page: Callable[[AppServices, str], tuple[list[dict[str, Any]], int]]
     ) -> Response:
-        """The response. page: gives a collection's rows on this page, and the total count."""
+        """Respond with a page of a collection's rows. page(services, collection) returns it, and the total number."""
         service, client = service_of(request), client_of(request)
 
-        def listed() -> dict[str, Any]:
-            name = service.collection(client, self.collection)
+        def list_rows() -> dict[str, Any]:
+            name = service.check_collection(client, self.collection)
             data, total = page(service.app, name)
             return {"object": "list", "collection": name, "total": total, "data": data}
 
         with service.admission.enter(client):
-            return json_response(await in_thread(listed))
+            return json_response(await in_thread(list_rows))
 
 
 @router.get("/documents")
-async def documents(request: Request, asked: Annotated[Listing, Query()]) -> Response:
+async def documents(request: Request, listing: Annotated[Listing, Query()]) -> Response:
     """List the documents of a collection, by name."""
 
     def page(services: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
-        found = services.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
-        return [
-            _shown("document", each, "passages", "notes", "updated_at") for each in found.documents
-        ], found.total
+        found = services.workspaces.library.page(name, listing.search, None, listing.offset, listing.limit)
+        rows = [_row_json("document", each, "passages", "notes", "updated_at") for each in found.documents]
+        return rows, found.total
 
-    return await asked.of(request, page)
+    return await listing.respond(request, page)
 
 
 @router.get("/documents/jobs")
-async def jobs(request: Request, asked: Annotated[Listing, Query()]) -> Response:
+async def jobs(request: Request, listing: Annotated[Listing, Query()]) -> Response:
     """List ingest jobs: running ones, then waiting ones, then finished ones."""
 
     def page(services: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
-        found, total = services.jobs.page(None, asked.search, asked.offset, asked.limit, name)
-        more = ("kind", "added_at", "finished_at", "done", "total")
-        return [_shown("job", job, *more) for job in found], total
+        found, total = services.jobs.page(None, listing.search, listing.offset, listing.limit, name)
+        fields = ("kind", "added_at", "finished_at", "done", "total")
+        return [_row_json("job", job, *fields) for job in found], total
 
-    return await asked.of(request, page)
+    return await listing.respond(request, page)
 
 
-@router.delete("/documents/{document_id}", dependencies=in_body)
+@router.delete("/documents/{document_id}", dependencies=parameters_in_body)
 async def remove(request: Request, document_id: str) -> Response:
-    """Delete a document: text, vectors and KV."""
+    """Delete a document, with its text, vectors and KV."""
     service, client = service_of(request), client_of(request)
 
-    def removed() -> int:
+    def remove_document() -> int:
         found = service.app.workspaces.library.documents_with([document_id]).get(document_id)
-        mine = client.is_owner or (found is not None and found.collection in client.collections)
-        gone = service.app.jobs.remove([document_id], found.collection) if found is not None and mine else []
-        if not gone:
+        removed = []
+        if found is not None and (client.is_owner or found.collection in client.collections):
+            removed = service.app.jobs.remove([document_id], found.collection)
+        if not removed:
             raise ApiError(404, "There is no such document.", "document_not_found", "document_id")
-        return sum(each.bytes_freed for each in gone)
+        return sum(each.bytes_freed for each in removed)
 
     with service.admission.enter(client):
-        freed = await in_thread(removed)
-    return json_response({"id": document_id, "object": "document", "deleted": True, "bytes_freed": freed})
+        bytes_freed = await in_thread(remove_document)
+    return json_response(
+        {"id": document_id, "object": "document", "deleted": True, "bytes_freed": bytes_freed}
+    )
 
 
-def _shown(kind: str, row: Document | FileJob, *names: str) -> dict[str, Any]:
-    """A row as JSON, without its path on this machine."""
-    common = {name: getattr(row, name) for name in ("id", "name", "collection", "state", "size", *names)}
-    return {"object": kind, **common, "reason": row.reason.replace(row.path, row.name)}
+def _row_json(kind: str, row: Document | FileJob, *names: str) -> dict[str, Any]:
+    """A row's common fields and the named ones, without its path on this machine."""
+    fields = {name: getattr(row, name) for name in ("id", "name", "collection", "state", "size", *names)}
+    return {"object": kind, **fields, "reason": row.reason.replace(row.path, row.name)}

@@ -1,4 +1,4 @@
-"""Ollama's API (`/api/chat`, `/api/generate`, `/api/embed`, ...): translated to the bodies of OpenAI's routes."""
+"""Ollama's API (`/api/chat`, `/api/generate`, `/api/embed`, ...): translates requests to those of OpenAI's routes."""
 
 import json
 import re
@@ -19,8 +19,9 @@ from ragblend.app.serve.bodies import (
     CompletionBody,
     Count,
     EmbeddingBody,
+    Int64,
     Items,
-    Long,
+    OnlyOne,
     OwnOptions,
 )
 from ragblend.app.serve.chat import (
@@ -30,30 +31,32 @@ from ragblend.app.serve.chat import (
     respond_to_chat,
     usage_and_kv,
 )
-from ragblend.app.serve.embed import embedded
+from ragblend.app.serve.embed import embed_texts
 from ragblend.app.serve.errors import ApiError, Dialect, json_response
 from ragblend.app.serve.service import Service, client_of, service_of
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import UsageError
 
 router = APIRouter(prefix="/api")
-DIALECT = Dialect(lambda error: {"error": error.message}, has_lines=True)
+DIALECT = Dialect(lambda error: {"error": error.message}, has_json_lines=True)
 Json = dict[str, Any]
-LINES: dict[int | str, Json] = {200: {"content": {"application/x-ndjson": {}}}}  # what a stream is
-# The version of Ollama whose API this is: clients refuse servers that they take for too old.
+# The type of a stream, for the API's description.
+STREAM_RESPONSES: dict[int | str, Json] = {200: {"content": {"application/x-ndjson": {}}}}
+# The version of Ollama whose API this is. Clients refuse servers whose version is too old for them.
 VERSION = "0.12.11"
-LATEST = ":latest"  # Ollama's tag for a name without one
-NO_LIMIT = 2**31 - 1  # tokens; the model's window ends the answer
-# Options that have OpenAI's names.
-SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-ZERO = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
+LATEST = ":latest"  # the tag that Ollama adds to a model's name without a tag
+NO_LIMIT = 2**31 - 1  # in tokens: an answer ends at the latest where the context window does
+# Options that have the same names in OpenAI's API.
+SHARED_OPTIONS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
+ZERO_DURATION = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
 DETAILS = {"parent_model": "", "format": "", "family": "", "families": None, "parameter_size": ""}
-Zero = Annotated[float, Field(ge=0, le=0)]
-One = Annotated[float, Field(ge=1, le=1)]
+OnlyZero = Annotated[float, Field(ge=0, le=0)]
 
 
 class OllamaOptions(OwnOptions):
-    """`options` of Ollama's requests. Those that could only be ignored, but would change an answer, must be off."""
+    """`options` of Ollama's requests. Unsupported ones that would change an answer must have the value that is off."""
 
     num_predict: Literal[-1, -2] | Count | None = None
     temperature: float | None = None
@@ -61,14 +64,14 @@ class OllamaOptions(OwnOptions):
     top_k: int | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
-    seed: Long | None = None
+    seed: Int64 | None = None
     stop: str | Items[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    mirostat: Zero | None = None
-    tfs_z: One | None = None
-    typical_p: One | None = None
-    # How Ollama loads a model and splits its work: clients send them always, and no answer depends on them.
+    mirostat: OnlyZero | None = None
+    tfs_z: OnlyOne | None = None
+    typical_p: OnlyOne | None = None
+    # Accepted and ignored: they say how Ollama loads a model and divides its work. Clients always send them.
     num_ctx: Any = None
     num_keep: Any = None
     num_batch: Any = None
@@ -84,14 +87,14 @@ class OllamaOptions(OwnOptions):
     @model_validator(mode="before")
     @classmethod
     def _drop_unset(cls, values: Any) -> Any:
-        """LangChain's embeddings send every option that Ollama ever had, as null."""
+        """Ignore null options: LangChain's embeddings send every option that Ollama ever had, as null."""
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if value is not None}
 
-    def translated_options(self) -> Json:
-        """The options by OpenAI's names."""
-        values = self.model_dump(include={*SAME, *OwnOptions.model_fields}, exclude_none=True)
+    def openai_options(self) -> Json:
+        """The options with OpenAI's names."""
+        values = self.model_dump(include={*SHARED_OPTIONS, *OwnOptions.model_fields}, exclude_none=True)
         unlimited = self.num_predict in (-1, -2)
         return values | {
             "max_tokens": NO_LIMIT if unlimited else self.num_predict,
@@ -106,9 +109,9 @@ class OllamaBody(Body):
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
 
-    def name(self) -> str:
-        """The model's name, without Ollama's own tag. Raises UsageError for a keep_alive that unloads it."""
-        if self.keep_alive is not None and ZERO.fullmatch(str(self.keep_alive)):
+    def checked_name(self) -> str:
+        """The model's name, without Ollama's own tag. Raises UsageError for a keep_alive that unloads the model."""
+        if self.keep_alive is not None and ZERO_DURATION.fullmatch(str(self.keep_alive)):
             raise UsageError("keep_alive: 0 unloads the model, and this server keeps it loaded; leave it out")
         return self.model.removesuffix(LATEST)
 
@@ -122,18 +125,21 @@ class OllamaAnswerBody(OllamaBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    def common(self) -> Json:
-        """The fields by OpenAI's names."""
-        wanted: Json | None = None
+    def openai_fields(self) -> Json:
+        """These fields and the options, with OpenAI's names. Raises UsageError as `checked_name` does."""
+        response_format: Json | None = None
         if self.format == "json":
-            wanted = {"type": "json_object"}
+            response_format = {"type": "json_object"}
         elif self.format:
-            wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.format}}
+            response_format = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": self.format},
+            }
         options = self.options or OllamaOptions()
-        return options.translated_options() | {
-            "model": self.name(),
+        return options.openai_options() | {
+            "model": self.checked_name(),
             "stream": self.stream is not False,
-            "response_format": wanted,
+            "response_format": response_format,
             "logprobs": self.logprobs or None,
             "top_logprobs": (self.top_logprobs or None) if self.logprobs else None,
         }
@@ -157,14 +163,17 @@ class OllamaChatBody(OllamaAnswerBody):
     messages: Annotated[Items[OllamaMessage], Field(max_length=MOST_MESSAGES)] = Field(default_factory=list)
     tools: Items[dict[str, Any]] | None = None
 
-    def chat(self) -> ChatBody:
-        """Raises UsageError for what the model cannot do."""
-        values = self.common() | {"messages": list(_messages(self.messages)), "tools": self.tools or None}
-        return ChatBody.translated(values, "by OpenAI's name")
+    def to_chat_body(self) -> ChatBody:
+        """Convert to a chat body. Raises UsageError for fields that are not supported."""
+        values = self.openai_fields() | {
+            "messages": list(_chat_messages(self.messages)),
+            "tools": self.tools or None,
+        }
+        return ChatBody.translated(values)
 
 
-class GenerateBody(OllamaAnswerBody):
-    """`/api/generate`: a question, or with `raw` a text to continue without a chat template."""
+class OllamaGenerateBody(OllamaAnswerBody):
+    """`/api/generate`: a question, or, with `raw`, a text to continue without a chat template."""
 
     prompt: str = ""
     system: str = ""
@@ -174,24 +183,24 @@ class GenerateBody(OllamaAnswerBody):
     context: Annotated[list[int], Field(max_length=0)] | None = None
     images: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    def chat(self) -> ChatBody:
-        """Raises UsageError for what the model cannot do."""
-        said = (("system", self.system), ("user", self.prompt))
-        turns = [{"role": role, "content": text} for role, text in said if text]
-        return ChatBody.translated(self.common() | {"messages": turns}, "by OpenAI's name")
+    def to_chat_body(self) -> ChatBody:
+        """Convert to a chat body. Raises UsageError for fields that are not supported."""
+        texts = (("system", self.system), ("user", self.prompt))
+        messages = [{"role": role, "content": text} for role, text in texts if text]
+        return ChatBody.translated(self.openai_fields() | {"messages": messages})
 
-    def completion(self) -> CompletionBody:
-        """Raises UsageError for what the model cannot do."""
-        values = self.common()
+    def to_completion_body(self) -> CompletionBody:
+        """Convert to a body of `/v1/completions`. Raises UsageError for fields that are not supported."""
+        values = self.openai_fields()
         if values.pop("response_format") or self.system:
-            raise UsageError("raw: the text is continued as it stands, so leave format and system out")
+            raise UsageError("raw: the text is continued as it is, so leave out format and system")
         logprobs, top = values.pop("logprobs"), values.pop("top_logprobs")
         values |= {"prompt": self.prompt, "logprobs": (top or 0) if logprobs else None}
-        return CompletionBody.translated(values, "by OpenAI's name")
+        return CompletionBody.translated(values)
 
 
 class OllamaEmbedBody(OllamaBody):
-    """`/api/embed`. Long texts are embedded whole, in parts, so truncate changes nothing."""
+    """`/api/embed`. Long texts are embedded completely, in parts, so truncate changes nothing."""
 
     input: str | Items[str]
     truncate: bool | None = None
@@ -204,8 +213,8 @@ class OllamaEmbeddingsBody(OllamaBody):
     prompt: str
 
 
-class ShowBody(Body):
-    """`/api/show`. Ollama's own client sends the other fields empty."""
+class OllamaShowBody(Body):
+    """`/api/show`. Only the model counts; Ollama's own client sends the other fields, too, but empty."""
 
     model: str
     name: Any = None
@@ -222,40 +231,50 @@ class ShowBody(Body):
         return values | {"model": values["name"]} if is_older else values
 
 
-@router.post("/chat", responses=LINES)
+@router.post("/chat", responses=STREAM_RESPONSES)
 async def ollama_chat(request: Request, body: OllamaChatBody) -> Response:
-    """Answer a conversation as `/v1/chat/completions` does; without messages, load the model."""
+    """Answer a conversation as `/v1/chat/completions` does; without messages, start loading the model."""
     if not body.messages:
-        return await _loaded(request, body, {"message": {"role": "assistant", "content": ""}})
-    return await respond_to_chat(request, body.chat(), OllamaChatFormat)
+        return await _start_loading(request, body, {"message": {"role": "assistant", "content": ""}})
+    return await respond_to_chat(request, body.to_chat_body(), OllamaChatFormat)
 
 
-@router.post("/generate", responses=LINES)
-async def ollama_generate(request: Request, body: GenerateBody) -> Response:
-    """Answer one question, or continue a text; without a prompt, load the model."""
+@router.post("/generate", responses=STREAM_RESPONSES)
+async def ollama_generate(request: Request, body: OllamaGenerateBody) -> Response:
+    """Answer one question, or continue a text; without a prompt, start loading the model."""
     if not body.prompt:
-        return await _loaded(request, body, {"response": ""})
+        return await _start_loading(request, body, {"response": ""})
     if body.raw:
-        text = body.completion()
-        return await respond(request, text, lambda call: [call.text_prompt(body.prompt)], GenerateFormat)
-    return await respond_to_chat(request, body.chat(), GenerateFormat)
+        completion = body.to_completion_body()
+        return await respond(
+            request, completion, lambda call: [call.text_prompt(body.prompt)], OllamaGenerateFormat
+        )
+    return await respond_to_chat(request, body.to_chat_body(), OllamaGenerateFormat)
 
 
 @router.post("/embed")
 async def ollama_embed(request: Request, body: OllamaEmbedBody) -> Response:
-    """Embed texts; each vector has length 1."""
-    began = time.monotonic_ns()
-    values = {"model": body.name(), "input": body.input, "dimensions": body.dimensions}
-    vectors, count = await embedded(request, EmbeddingBody.translated(values, "by OpenAI's name"))
-    took = {"total_duration": time.monotonic_ns() - began, "load_duration": 0, "prompt_eval_count": count}
-    return json_response({"model": body.model, "embeddings": [vector.tolist() for vector in vectors], **took})
+    """Embed texts as unit vectors."""
+    started_ns = time.monotonic_ns()
+    values = {"model": body.checked_name(), "input": body.input, "dimensions": body.dimensions}
+    vectors, count = await embed_texts(request, EmbeddingBody.translated(values))
+    total_ns = time.monotonic_ns() - started_ns
+    return json_response(
+        {
+            "model": body.model,
+            "embeddings": [vector.tolist() for vector in vectors],
+            "total_duration": total_ns,
+            "load_duration": 0,
+            "prompt_eval_count": count,
+        }
+    )
 
 
 @router.post("/embeddings")
 async def ollama_embeddings(request: Request, body: OllamaEmbeddingsBody) -> Response:
-    """Embed one text."""
-    values = {"model": body.name(), "input": body.prompt}
-    [vector], _ = await embedded(request, EmbeddingBody.translated(values, "by OpenAI's name"))
+    """Embed one text as a unit vector."""
+    values = {"model": body.checked_name(), "input": body.prompt}
+    [vector], _ = await embed_texts(request, EmbeddingBody.translated(values))
     return json_response({"embedding": vector.tolist()})
 
 
@@ -263,38 +282,38 @@ async def ollama_embeddings(request: Request, body: OllamaEmbeddingsBody) -> Res
 async def tags(request: Request) -> Response:
     """List the models: the one that answers, the embedder, and the reranker, if there is one."""
     service = service_of(request)
-    return json_response({"models": [_entry(service, name) for name in service.models]})
+    return json_response({"models": [_model_entry(service, name) for name in service.models]})
 
 
 @router.get("/ps")
 async def running(request: Request) -> Response:
-    """List the model that answers, once it is loaded; it stays so."""
+    """List the model that answers, once it is loaded. It stays loaded."""
     service = service_of(request)
     if service.startup.is_loading or service.startup.problem:
         return json_response({"models": []})
     window = await in_thread(lambda: service.backend(client_of(request)).engine.context_window)
     more = {"expires_at": "9999-12-31T23:59:59Z", "context_length": window}
-    return json_response({"models": [_entry(service, service.model) | more]})
+    return json_response({"models": [_model_entry(service, service.model) | more]})
 
 
 @router.post("/show")
-async def show(request: Request, body: ShowBody) -> Response:
-    """What a model can do, and how long its prompts may be."""
+async def show(request: Request, body: OllamaShowBody) -> Response:
+    """Describe what a model can do, and its context window."""
     service = service_of(request)
     name = service.listed_model(body.model.removesuffix(LATEST))
-    about: Json = {"details": DETAILS, "modified_at": _time(service.begun), "model_info": {}}
+    description: Json = {"details": DETAILS, "modified_at": _time(service.started_at), "model_info": {}}
     if name != service.model:
         kind = "embedding" if name != service.reranker else "rerank"
-        return json_response(about | {"capabilities": [kind]})
+        return json_response(description | {"capabilities": [kind]})
 
-    def described() -> Json:
+    def describe() -> Json:
         backend = service.backend(client_of(request))
-        can = ["completion", "tools"] if backend.supports_tools else ["completion"]
+        capabilities = ["completion", "tools"] if backend.supports_tools else ["completion"]
         window = backend.engine.context_window
         info = {"general.architecture": "ragblend", "ragblend.context_length": window}
-        return about | {"capabilities": can, "model_info": info}
+        return description | {"capabilities": capabilities, "model_info": info}
 
-    return json_response(await in_thread(described))
+    return json_response(await in_thread(describe))
 
 
 @router.get("/version")
@@ -308,8 +327,8 @@ async def version(request: Request) -> Response:
 @router.post("/create")
 @router.post("/copy")
 @router.delete("/delete")
-async def manage(request: Request) -> Response:
-    """Refuse to change which models there are."""
+async def refuse_management(request: Request) -> Response:
+    """Refuse to add, change or remove models."""
     model, action = service_of(request).model, request.url.path.rsplit("/", 1)[-1]
     message = (
         f"This server has one model, {model!r}, and cannot {action} any; `ragblend models` manages models."
@@ -317,109 +336,110 @@ async def manage(request: Request) -> Response:
     raise ApiError(400, message, "unsupported")
 
 
-class GenerateFormat(EndpointFormat):
-    """`/api/generate`: a stream's last line has no text, but the counts."""
+class OllamaGenerateFormat(EndpointFormat):
+    """`/api/generate`. The last line of a stream has no text, but the counts and durations."""
 
     def __init__(self, model: str) -> None:
-        self._model, self._began = model, time.monotonic_ns()
+        self._model, self._started_ns = model, time.monotonic_ns()
 
-    def whole(self, chosen: Sequence[CompletedChoice]) -> Json:
-        [answer] = chosen
-        return self._line(answer.said.text, _calls(answer)) | self._end(answer)
+    def whole(self, completed: Sequence[CompletedChoice]) -> Json:
+        [answer] = completed
+        return self._line(answer.parsed.text, _tool_calls(answer)) | self._last_fields(answer)
 
     def events(self, index: int, piece: str | CompletedChoice, is_first: bool) -> Iterator[Json]:
         if isinstance(piece, str):
             yield self._line(piece)
             return
-        if calls := _calls(piece):
+        if calls := _tool_calls(piece):
             yield self._line("", calls)
-        yield self._line("") | self._end(piece)
+        yield self._line("") | self._last_fields(piece)
 
     def _line(self, text: str, calls: Sequence[Json] = ()) -> Json:
-        return {"model": self._model, "created_at": _time(), **self._said(text, calls), "done": False}
+        return {"model": self._model, "created_at": _time(), **self._content(text, calls), "done": False}
 
-    def _said(self, text: str, calls: Sequence[Json]) -> Json:
+    def _content(self, text: str, calls: Sequence[Json]) -> Json:
         return {"response": text}
 
-    def _end(self, answer: CompletedChoice) -> Json:
-        """Durations in ns; load_duration: all before the prompt was read, such as waiting for the device."""
+    def _last_fields(self, answer: CompletedChoice) -> Json:
+        """Counts, and durations in ns. load_duration: all before the prefill, such as waiting for the device."""
         report, found = answer.result.report, usage_and_kv([answer])
-        total = time.monotonic_ns() - self._began
-        prompt, whole = (round(ms * 1e6) for ms in (report.timings.ttft_ms, report.timings.total_ms))
-        likely = {} if answer.logprobs is None else {"logprobs": answer.logprobs}
+        total_ns = time.monotonic_ns() - self._started_ns
+        prefill_ns, answer_ns = (round(ms * 1e6) for ms in (report.timings.ttft_ms, report.timings.total_ms))
+        logprobs = {} if answer.logprobs is None else {"logprobs": answer.logprobs}
         return {
             "done": True,
             "done_reason": "length" if answer.finish_reason == "length" else "stop",
-            "total_duration": total,
-            "load_duration": max(0, total - whole),
+            "total_duration": total_ns,
+            "load_duration": max(0, total_ns - answer_ns),
             "prompt_eval_count": found["usage"]["prompt_tokens"],
-            "prompt_eval_duration": prompt,
+            "prompt_eval_duration": prefill_ns,
             "eval_count": found["usage"]["completion_tokens"],
-            "eval_duration": max(0, whole - prompt),
+            "eval_duration": max(0, answer_ns - prefill_ns),
             "kv": found["kv"],
-            **likely,
+            **logprobs,
         }
 
 
-class OllamaChatFormat(GenerateFormat):
+class OllamaChatFormat(OllamaGenerateFormat):
     """`/api/chat`."""
 
-    def _said(self, text: str, calls: Sequence[Json]) -> Json:
+    def _content(self, text: str, calls: Sequence[Json]) -> Json:
         more = {"tool_calls": list(calls)} if calls else {}
         return {"message": {"role": "assistant", "content": text, **more}}
 
 
-async def _loaded(request: Request, body: OllamaAnswerBody, said: Json) -> Response:
+async def _start_loading(request: Request, body: OllamaAnswerBody, content: Json) -> Response:
     service = service_of(request)
-    service.check_model(body.name())
+    service.check_model(body.checked_name())
+    # An empty prefetch loads the model in the background.
     await in_thread(lambda: service.backend(client_of(request)).engine.prefetch(()))
-    end = {"done": True, "done_reason": "load"}
-    return json_response({"model": service.model, "created_at": _time(), **said, **end})
+    last_fields = {"done": True, "done_reason": "load"}
+    return json_response({"model": service.model, "created_at": _time(), **content, **last_fields})
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
-    """The messages of a chat. Calls have no ids in this API: results answer them in order, or by the tool's name."""
-    open_calls: list[tuple[str, Any]] = []  # (id, name)
-    made = 0
-    for at, message in enumerate(messages):
-        turn: Json = {
+def _chat_messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
+    """Chat messages. Calls may have no ids in this API: a result answers the first open call, of its tool if named."""
+    open_calls: list[tuple[str, Any]] = []  # (id, name) of calls without a result
+    call_count = 0
+    for index, message in enumerate(messages):
+        chat_message: Json = {
             "role": message.role,
             "content": message.content or "",
             "reasoning_content": message.thinking,
         }
         if message.role == "tool":
-            turn["role"] = "function"  # a result that need not have a call: this API does not ask for one
+            chat_message["role"] = "function"  # unlike `tool`, it needs no call, as in Ollama's API
             answered = next((each for each in open_calls if message.tool_name in (None, each[1])), None)
             if answered is not None:
                 open_calls.remove(answered)
-            turn["tool_call_id"] = message.tool_call_id or (answered or (None,))[0]
-            turn["name"] = message.tool_name
+            chat_message["tool_call_id"] = message.tool_call_id or (answered or (None,))[0]
+            chat_message["name"] = message.tool_name
         calls = []
         for number, call in enumerate(message.tool_calls or ()):
             function = call.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
                 raise UsageError(
-                    f"messages[{at}].tool_calls[{number}]: arguments must be an object of `function`"
+                    f"messages[{index}].tool_calls[{number}].function.arguments must be an object"
                 )
-            call_id, made = str(call.get("id") or f"call{made:05}"), made + 1
+            call_id, call_count = str(call.get("id") or f"call{call_count:05}"), call_count + 1
             open_calls.append((call_id, function.get("name")))
             arguments = json.dumps(function["arguments"], ensure_ascii=False)
             calls.append(
                 {"id": call_id, "type": "function", "function": {**function, "arguments": arguments}}
             )
-        yield turn | ({"tool_calls": calls} if calls else {})
+        yield chat_message | ({"tool_calls": calls} if calls else {})
 
 
-def _calls(answer: CompletedChoice) -> list[Json]:
-    """The whole calls: one that was cut short has no arguments that this API could write."""
+def _tool_calls(answer: CompletedChoice) -> list[Json]:
+    """The complete calls. One that was cut off is left out, because this API's arguments must be a whole object."""
     return [
         {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-        for call in answer.said.calls
+        for call in answer.parsed.calls
     ]
 
 
-def _entry(service: Service, name: str) -> Json:
-    return {"name": name, "model": name, "modified_at": _time(service.begun), "details": DETAILS}
+def _model_entry(service: Service, name: str) -> Json:
+    return {"name": name, "model": name, "modified_at": _time(service.started_at), "details": DETAILS}
 
 
 def _time(seconds: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/rerank`, as Jina and vLLM have it: documents by how well they answer a query."""
+"""`/v1/rerank`, as in Jina's API and vLLM's: scores documents by how well they answer a query."""
 
 import math
 from typing import Annotated, Any
@@ -8,9 +8,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragblend.app.serve.bodies import MOST_TEXTS, Body, Count, Items, Text
+from ragblend.app.serve.bodies import MOST_TEXTS, Body, Count, Items, NonEmptyText
 from ragblend.app.serve.errors import ApiError, json_response
-from ragblend.app.serve.service import client_of, is_named, service_of, until_gone
+from ragblend.app.serve.service import client_of, is_named, service_of, until_disconnected
 from ragblend.engine.scheduling.queue import Cancel
 
 router = APIRouter(prefix="/v1")
@@ -19,23 +19,23 @@ router = APIRouter(prefix="/v1")
 class RerankDocument(Body):
     """A document as an object."""
 
-    text: Text
+    text: NonEmptyText
 
 
 class RerankBody(Body):
     """`/v1/rerank`. top_n: how many of the best to return; all by default."""
 
     model: str
-    query: Text
-    documents: Annotated[Items[Text | RerankDocument], Field(min_length=1, max_length=MOST_TEXTS)]
+    query: NonEmptyText
+    documents: Annotated[Items[NonEmptyText | RerankDocument], Field(min_length=1, max_length=MOST_TEXTS)]
     top_n: Count | None = None
     return_documents: bool = True
 
 
 @router.post("/rerank")
 async def rerank(request: Request, body: RerankBody) -> Response:
-    """Score each document by the cross-encoder of the settings, from 0 to 1, the best first."""
-    service, workspace = service_of(request), service_of(request).app.workspaces.first
+    """Score the documents from 0 to 1 with the cross-encoder of the settings; the best come first."""
+    service = service_of(request)
     if not service.reranker:
         message = (
             "No reranker is named: set `reranker` in the settings to a cross-encoder's hub id or folder."
@@ -46,17 +46,17 @@ async def rerank(request: Request, body: RerankBody) -> Response:
         raise ApiError(404, message, "model_not_found", "model")
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
 
-    def work(stopped: Cancel) -> tuple[list[float], int]:
-        encoder = workspace.reranker
-        assert encoder is not None, "it is named"
-        return encoder.scores(body.query, texts, stopped), encoder.count_tokens([body.query, *texts])
+    def work(cancel: Cancel) -> tuple[list[float], int]:
+        encoder = service.app.workspaces.first.reranker
+        assert encoder is not None, "the settings name one"
+        return encoder.scores(body.query, texts, cancel), encoder.count_tokens([body.query, *texts])
 
     with service.admission.enter(client_of(request)):
-        scores, tokens = await until_gone(request.receive, service.run(work, None))
-    best = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
+        scores, tokens = await until_disconnected(request.receive, service.run(work, None))
+    best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     results: list[dict[str, Any]] = [
-        {"index": at, "relevance_score": 1 / (1 + math.exp(-scores[at]))}
-        | ({"document": {"text": texts[at]}} if body.return_documents else {})
-        for at in best
+        {"index": index, "relevance_score": 1 / (1 + math.exp(-scores[index]))}
+        | ({"document": {"text": texts[index]}} if body.return_documents else {})
+        for index in best
     ]
     return json_response({"model": service.reranker, "usage": {"total_tokens": tokens}, "results": results})

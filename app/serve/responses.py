@@ -16,13 +16,14 @@ from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond_to_
 
 router = APIRouter(prefix="/v1")
 Json = dict[str, Any]
+# `status` of a response and of its items
 STARTED, DONE, CUT = "in_progress", "completed", "incomplete"
 
 
 @router.post("/responses")
 async def responses(request: Request, body: ResponsesBody) -> Response:
-    """Answer as `/v1/chat/completions` does, as items. Function calls work; OpenAI's built-in tools do not."""
-    return await respond_to_chat(request, body.chat(), partial(ResponseFormat, body))
+    """Answer as `/v1/chat/completions` does, in items. Function calls work; OpenAI's built-in tools do not."""
+    return await respond_to_chat(request, body.to_chat_body(), partial(ResponseFormat, body))
 
 
 class ResponseFormat(EndpointFormat):
@@ -30,9 +31,9 @@ class ResponseFormat(EndpointFormat):
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
         self._text = ""
-        self._message_id, self._number = f"msg_{uuid.uuid4().hex[:24]}", count()
-        self._place: Json = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        self._basis: Json = {
+        self._message_id, self._sequence_numbers = f"msg_{uuid.uuid4().hex[:24]}", count()
+        self._part_position: Json = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        self._common_fields: Json = {
             "id": f"resp_{uuid.uuid4().hex[:24]}",
             "object": "response",
             "created_at": int(time.time()),
@@ -52,8 +53,8 @@ class ResponseFormat(EndpointFormat):
             "previous_response_id": None,
         }
 
-    def whole(self, chosen: Sequence[CompletedChoice]) -> Json:
-        [answer] = chosen
+    def whole(self, completed: Sequence[CompletedChoice]) -> Json:
+        [answer] = completed
         is_cut = answer.finish_reason == "length"
         ended = {
             "status": CUT if is_cut else DONE,
@@ -61,68 +62,72 @@ class ResponseFormat(EndpointFormat):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items(answer),
         }
-        return {**self._basis, **ended, **_usage(chosen)}
+        return {**self._common_fields, **ended, **_usage(completed)}
 
     def events(self, index: int, piece: str | CompletedChoice, is_first: bool) -> Iterator[Json]:
-        # The first events wait for the first piece (an answer without text has one too), in case of an error.
+        # The first events are sent with the first piece (an answer without text has one, too), so that an earlier error
+        # gets its own HTTP status.
         if is_first:
-            begun = {
-                **self._basis,
+            started = {
+                **self._common_fields,
                 "status": STARTED,
                 "error": None,
                 "incomplete_details": None,
                 "output": [],
             }
-            yield self._event("response.created", response=begun)
-            yield self._event("response.in_progress", response=begun)
+            yield self._event("response.created", response=started)
+            yield self._event("response.in_progress", response=started)
             yield self._item_event("added", 0, self._message(None))
-            yield self._event("response.content_part.added", **self._place, part=_part(""))
+            yield self._event("response.content_part.added", **self._part_position, part=_part(""))
         if isinstance(piece, str):
             self._text += piece
             yield self._text_event("delta", delta=piece, logprobs=[])
             return
         yield self._text_event("done", text=self._text, logprobs=[])
-        yield self._event("response.content_part.done", **self._place, part=_part(self._text))
+        yield self._event("response.content_part.done", **self._part_position, part=_part(self._text))
         message, *calls = self._items(piece)
         yield self._item_event("done", 0, message)
         for number, item in enumerate(calls, start=1):
             yield from self._call_events(number, item)
-        whole = self.whole([piece])
-        yield self._event(f"response.{whole['status']}", response=whole)
+        response = self.whole([piece])
+        yield self._event(f"response.{response['status']}", response=response)
 
     def _event(self, kind: str, **more: Any) -> Json:
-        return {"type": kind, "sequence_number": next(self._number), **more}
+        return {"type": kind, "sequence_number": next(self._sequence_numbers), **more}
 
     def _text_event(self, kind: str, **more: Any) -> Json:
-        return self._event(f"response.output_text.{kind}", **self._place, **more)
+        return self._event(f"response.output_text.{kind}", **self._part_position, **more)
 
     def _item_event(self, kind: str, number: int, item: Json) -> Json:
         return self._event(f"response.output_item.{kind}", output_index=number, item=item)
 
     def _call_events(self, number: int, item: Json) -> Iterator[Json]:
-        place = {"output_index": number, "item_id": item["id"]}
-        begun = item | {"status": STARTED, "arguments": ""}
-        yield self._item_event("added", number, begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        position = {"output_index": number, "item_id": item["id"]}
+        started = item | {"status": STARTED, "arguments": ""}
+        yield self._item_event("added", number, started)
+        yield self._event("response.function_call_arguments.delta", **position, delta=item["arguments"])
         yield self._event(
-            "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+            "response.function_call_arguments.done",
+            **position,
+            name=item["name"],
+            arguments=item["arguments"],
         )
         yield self._item_event("done", number, item)
 
     def _message(self, text: str | None) -> Json:
-        """The message item; text None: it has just begun."""
-        kind = {"id": self._message_id, "type": "message", "role": "assistant"}
+        """The message as an item; text None: without content, because it has only started."""
+        head = {"id": self._message_id, "type": "message", "role": "assistant"}
         if text is None:
-            return {**kind, "status": STARTED, "content": []}
-        return {**kind, "status": DONE, "content": [_part(text)]}
+            return {**head, "status": STARTED, "content": []}
+        return {**head, "status": DONE, "content": [_part(text)]}
 
     def _items(self, answer: CompletedChoice) -> list[Json]:
-        kind = {"type": "function_call", "status": DONE}
+        head = {"type": "function_call", "status": DONE}
         calls = [
-            {"id": f"fc_{call['id']}", **kind, "call_id": call["id"], **call["function"]}
+            {"id": f"fc_{call['id']}", **head, "call_id": call["id"], **call["function"]}
             for call in answer.calls
         ]
-        items = [self._message(answer.said.text), *calls]
+        items = [self._message(answer.parsed.text), *calls]
         if answer.finish_reason == "length":
             items[-1]["status"] = CUT
         return items
@@ -132,8 +137,8 @@ def _part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(chosen: Sequence[CompletedChoice]) -> Json:
-    found = usage_and_kv(chosen)
+def _usage(completed: Sequence[CompletedChoice]) -> Json:
+    found = usage_and_kv(completed)
     usage = found["usage"]
     return {
         "usage": {

@@ -1,4 +1,4 @@
-"""Shared by the server's routes: access to collections, admission, timeouts, and disconnected clients."""
+"""What the server's routes share: access to models and collections, admission, timeouts, disconnects and streams."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from ragblend.app.serve.errors import OPENAI, ApiError, Dialect, api_error, encoded
+from ragblend.app.serve.errors import OPENAI, ApiError, Dialect, api_error, encode_json
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.metrics import Metrics
 from ragblend.app.serve.sessions import SessionCache
@@ -38,20 +38,20 @@ SEND_TIMEOUT_S = 60.0  # a client that does not read an event for this long is d
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the server. requests, requests_of_one: running and waiting ones, of all clients and of each.
+    """Limits of the server. requests, requests_per_client: running and waiting requests, in total and of one client.
 
-    answer_s: for one answer, waiting included; body_s: for receiving a request; hang_s: for one layer or token.
+    answer_s: for one answer, waiting included; body_s: for receiving a request; hang_s: for one layer, token or batch.
     """
 
     requests: int = 64
-    requests_of_one: int = 16
+    requests_per_client: int = 16
     answer_s: float = 600.0
     body_s: float = 60.0
     hang_s: float = 600.0
 
 
 class Admission:
-    """Limits how many requests run and wait; refused ones are told when to retry. For one event loop."""
+    """Limits how many requests run and wait. The others are refused, with a time to retry. Not thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -60,14 +60,15 @@ class Admission:
 
     @property
     def inside(self) -> int:
+        """Number of waiting and running requests."""
         return self._inside.total()
 
     @contextmanager
     def enter(self, client: Client) -> Iterator[None]:
         """Admit one request for the block. Raises ApiError (429)."""
-        mine = self._inside[client.name] >= self._limits.requests_of_one
-        if mine or self.inside >= self._limits.requests:
-            whose = "of this key " if mine else ""
+        is_own_limit = self._inside[client.name] >= self._limits.requests_per_client
+        if is_own_limit or self.inside >= self._limits.requests:
+            whose = "of this key " if is_own_limit else ""
             wait_s = min(60, max(1, ceil(self._typical_s * self.inside / 2)))
             raise ApiError(
                 429,
@@ -76,11 +77,11 @@ class Admission:
                 retry_s=wait_s,
             )
         self._inside[client.name] += 1
-        begun = time.monotonic()
+        started_s = time.monotonic()
         try:
             yield
         finally:
-            self._typical_s += (time.monotonic() - begun - self._typical_s) / 8
+            self._typical_s += (time.monotonic() - started_s - self._typical_s) / 8
             self._inside[client.name] -= 1
             if not self._inside[client.name]:
                 del self._inside[client.name]
@@ -92,9 +93,10 @@ class Service:
     def __init__(self, services: AppServices, limits: Limits | None = None) -> None:
         self.app, self.limits = services, limits or Limits()
         self.startup, self.metrics, self.sessions = ModelStartup(), Metrics(), SessionCache()
-        self.admission, self._long_text = Admission(self.limits), threading.Lock()
+        self.admission, self._long_text_lock = Admission(self.limits), threading.Lock()
         self.home = str(services.workspaces.home.root)
-        self.begun, self.begun_s = int(time.time()), time.monotonic()  # the wall clock may be set
+        self.started_at = int(time.time())  # Unix time; the clock may be set while the server runs
+        self.started_monotonic_s = time.monotonic()
 
     @property
     def model(self) -> str:
@@ -104,7 +106,7 @@ class Service:
 
     @property
     def embedder(self) -> str:
-        """The default collection's embedder's name for clients, never its path."""
+        """The name of the default collection's embedder for clients, never its path."""
         return _without_folders(self.app.workspaces.first.embedder.name)
 
     @property
@@ -114,11 +116,11 @@ class Service:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models' names: of the one that answers, the embedder and the reranker."""
+        """The names of the model that answers, the embedder, and the reranker, if there is one."""
         return tuple(filter(None, (self.model, self.embedder, self.reranker)))
 
-    def shown(self, text: str) -> str:
-        """The text without paths of this machine."""
+    def hide_paths(self, text: str) -> str:
+        """Replace the paths of the home and of models by names."""
         settings, text = self.app.settings, text.replace(self.home, "HOME")
         embedders = [each.model for each in self.app.workspaces.embedders]  # of other collections, too
         for named in filter(None, (settings.model, settings.reranker, settings.embedder, *embedders)):
@@ -127,8 +129,8 @@ class Service:
         return text
 
     def check_model(self, name: str) -> str:
-        """The model's name for clients. Raises ApiError (404) for another model; case does not count, nor an empty
-        name.
+        """Check that a client's name for the model that answers is right (see `is_named`), and return the model's own
+        name. Raises ApiError (404).
         """
         if not is_named(name, self.model, self.app.settings.model):
             raise ApiError(
@@ -137,14 +139,16 @@ class Service:
         return self.model
 
     def listed_model(self, name: str) -> str:
-        """The same for a model of any kind."""
+        """As `check_model`, but the name may also be the embedder's or the reranker's."""
         known = (each for each in self.models if each.lower() == name.lower())
         return next(known, None) or self.check_model(name)
 
-    def collection(self, client: Client, name: str | None = None) -> str:
-        """The named collection, if the client may use it, or the client's first one. Raises ApiError (404).
+    def check_collection(self, client: Client, name: str | None = None) -> str:
+        """Return the name of the collection, by default of the client's first one, if it exists and the client may use
+        it. Raises ApiError (404).
 
-        Also if it was removed: passages learned from the request would be visible to a later key of that name.
+        A key's collection that was removed is not created again: passages learned from the request would be visible to
+        a later key of that name.
         """
         existing = self.app.workspaces.names()
         allowed = existing if client.is_owner else [each for each in client.collections if each in existing]
@@ -157,11 +161,11 @@ class Service:
         return name
 
     def allowed_s(self, timeout: float | None) -> float:
-        """Seconds for an answer: the client's timeout, at most the server's limit."""
+        """Seconds allowed for an answer: the client's timeout, at most the server's limit."""
         return min(timeout or self.limits.answer_s, self.limits.answer_s)
 
     def timeout_error(self, timeout: float | None) -> ApiError:
-        """408 for the client's own timeout, 504 for the server's limit."""
+        """The error of a late answer: 408 after the client's own timeout, 504 after the server's limit."""
         seconds = self.allowed_s(timeout)
         message = (
             f"The answer was not complete within {seconds:g} seconds; allow more time, or fewer max_tokens."
@@ -170,13 +174,13 @@ class Service:
         return ApiError(status, message, "timeout", is_final=True)
 
     async def run(self, work: Callable[[Cancel], T], timeout: float | None) -> T:
-        """Run work in a thread, and cancel it after the allowed time, or if this is cancelled. Raises ApiError."""
-        stopped = threading.Event()
-        task = asyncio.ensure_future(in_thread(partial(work, stopped)))
+        """Run work in a thread, and cancel it with the caller, or after the allowed time, which raises ApiError."""
+        cancel = threading.Event()
+        task = asyncio.ensure_future(in_thread(partial(work, cancel)))
         try:
             await asyncio.wait((task,), timeout=self.allowed_s(timeout))
         finally:
-            stopped.set()
+            cancel.set()
             with suppress(Exception):
                 await task
         try:
@@ -185,40 +189,40 @@ class Service:
             raise self.timeout_error(timeout) from error
 
     @contextmanager
-    def tokenizing(self, body: bytes, stopped: Cancel) -> Iterator[None]:
-        """Tokenize long requests one at a time, to limit memory. Raises Cancelled if stopped while it waits."""
+    def tokenizing(self, body: bytes, cancel: Cancel) -> Iterator[None]:
+        """Tokenize in the block. Long requests take turns, to limit memory. Raises Cancelled while it waits."""
         if len(body) <= LONG_CHARACTERS:
             yield
             return
-        while not self._long_text.acquire(timeout=POLL_S):
-            if stopped.is_set():
+        while not self._long_text_lock.acquire(timeout=POLL_S):
+            if cancel.is_set():
                 raise Cancelled("the request was cancelled while it waited to be tokenized")
         try:
             yield
         finally:
-            self._long_text.release()
+            self._long_text_lock.release()
 
-    def count(self, report: Report) -> None:
-        """Count an answer's tokens."""
-        self.startup.problem = ""  # the model works
+    def record_answer(self, report: Report) -> None:
+        """Record that the model works, and count the answer's tokens."""
+        self.startup.problem = ""
         for kind in ("reused", "recomputed", "fresh", "missing", "not_loaded", "generated"):
             self.metrics.count("tokens_total", getattr(report.tokens, kind), kind=kind)
 
     def backend(self, client: Client) -> Backend:
-        """The engine and the passages of that client. Imports torch, so not for an event loop."""
-        settings, collection = self.app.settings, self.collection(client)
-        _ = self.app.workspaces.of(collection).engine  # opens it with the settings' budgets
-        where = settings.device, settings.dtype, settings.vllm
-        return Backend(settings.model, self.home, collection, *where)
+        """The engine and the client's passages. Slow, because it may import torch: not for an event loop."""
+        settings, collection = self.app.settings, self.check_collection(client)
+        # Open the engine here, with the settings' budgets; the backend shares it.
+        _ = self.app.workspaces.of(collection).engine
+        return Backend(settings.model, self.home, collection, settings.device, settings.dtype, settings.vllm)
 
 
 def is_named(name: str, *known: str | None) -> bool:
-    """Whether a client means the model of these names: case does not count, nor an empty name."""
+    """Whether a client's name for a model is one of these. Case is ignored, and an empty name always fits."""
     return name.lower() in ("", *(each.lower() for each in known if each))
 
 
 def _without_folders(model: str) -> str:
-    """A model's name without its path, and a file's without `.gguf`."""
+    """A hub id unchanged, or the last part of a path, without `.gguf`."""
     path = Path(model)
     if is_hub_id(model):
         return model
@@ -235,98 +239,100 @@ def client_of(request: Request) -> Client:
     return found
 
 
-class ClientGone(HTTPException):
-    """The client has disconnected, so that nobody reads the response."""
+class ClientDisconnected(HTTPException):
+    """The client has disconnected, so nobody will read the response."""
 
 
-async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Await work; if the client disconnects, cancel it and raise ClientGone."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+async def until_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Await work; if the client disconnects, cancel it and raise ClientDisconnected."""
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone(499, "The client disconnected.")
+            raise ClientDisconnected(499, "The client disconnected.")
         return task.result()
     finally:
-        gone.cancel()
+        disconnect.cancel()
         if not task.done():
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Events(StreamingResponse):
-    """Server-sent events: a `data:` line for each value, then [DONE]; an error is the last event.
+    """A stream of JSON values: server-sent events, or lines if the dialect has them. An error is the last value.
 
-    Values with a `type` have it as `event:` name too, and end without [DONE]. In a dialect of lines each value is one
-    line. The first value is given, so that an error before it has a status of its own.
+    A value's `type`, if it has one, is also the event's name. Events without a type are followed by [DONE]. The first
+    value is an argument, so that an error before it can still be answered with its own HTTP status.
     """
 
     def __init__(
         self,
         first: object,
         rest: AsyncGenerator[object, None],
-        shown: Callable[[str], str],
+        hide_paths: Callable[[str], str],
         dialect: Dialect = OPENAI,
     ) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        kind = "application/x-ndjson" if dialect.has_lines else "text/event-stream"
-        super().__init__(_lines(first, rest, shown, dialect), headers=headers, media_type=kind)
+        media_type = "application/x-ndjson" if dialect.has_json_lines else "text/event-stream"
+        super().__init__(
+            _encode_stream(first, rest, hide_paths, dialect), headers=headers, media_type=media_type
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
 
-        lines: Any = self.body_iterator
-        async with aclosing(lines):
-            with suppress(ClientGone, TimeoutError):  # it has disconnected, or does not read
-                await until_gone(receive, self.stream_response(send_in_time))
+        chunks: Any = self.body_iterator
+        async with aclosing(chunks):
+            with suppress(ClientDisconnected, TimeoutError):  # TimeoutError: the client does not read
+                await until_disconnected(receive, self.stream_response(send_in_time))
 
 
-async def _lines(
-    first: object, rest: AsyncGenerator[object, None], shown: Callable[[str], str], dialect: Dialect
+async def _encode_stream(
+    first: object, rest: AsyncGenerator[object, None], hide_paths: Callable[[str], str], dialect: Dialect
 ) -> AsyncGenerator[bytes, None]:
-    written = _json_line if dialect.has_lines else _event
+    encode = _json_line if dialect.has_json_lines else _event
     async with aclosing(rest):
         try:
-            yield written(first)
+            yield encode(first)
             async for value in rest:
-                yield written(value)
+                yield encode(value)
         except Exception as error:
-            yield written(dialect.error(api_error(error, shown)))
+            yield encode(dialect.error(api_error(error, hide_paths)))
         else:
-            if not (dialect.has_lines or _event_name(first)):
+            if not (dialect.has_json_lines or _event_name(first)):
                 yield b"data: [DONE]\n\n"
 
 
 def _json_line(value: object) -> bytes:
-    return encoded(value) + b"\n"
+    return encode_json(value) + b"\n"
 
 
 def _event(value: object) -> bytes:
     name = _event_name(value)
-    return (f"event: {name}\n" if name else "").encode() + b"data: " + encoded(value) + b"\n\n"
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + encode_json(value) + b"\n\n"
 
 
 def _event_name(value: object) -> str:
     return str(value.get("type", "")) if isinstance(value, dict) else ""
 
 
-async def streamed(request: Request, values: AsyncGenerator[object, None]) -> Response:
+async def stream_response(request: Request, values: AsyncGenerator[object, None]) -> Response:
     """A response that streams the values, as the route's dialect does."""
     try:
-        first = await until_gone(request.receive, anext(values))
+        first = await until_disconnected(request.receive, anext(values))
     except BaseException:
         await values.aclose()
         raise
-    return Events(first, values, service_of(request).shown, request.scope["dialect"])
+    return Events(first, values, service_of(request).hide_paths, request.scope["dialect"])
 
 
-async def whole(values: AsyncIterator[T]) -> list[T]:
+async def collect(values: AsyncIterator[T]) -> list[T]:
     return [value async for value in values]

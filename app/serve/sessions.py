@@ -16,29 +16,30 @@ class SessionCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Session, str] = OrderedDict()
+        self._owners: OrderedDict[Session, str] = OrderedDict()  # session -> digest of its client's key
 
-    def of(self, key_digest: str, token_ids: tuple[int, ...]) -> "Session":
-        """The client's session with the longest common beginning, or a new one, which replaces the oldest.
+    def session_for(self, key_digest: str, token_ids: tuple[int, ...]) -> "Session":
+        """The client's session that has the most tokens in common with the prompt's beginning, or a new one.
 
-        A prompt that begins like a session (the same system prompt) and then differs gets a fork of it. key_digest:
-        not the key's name, which another key may have later.
+        A prompt that differs after the common tokens (the same system prompt, for example) gets a fork of the session.
+        The least recently used session is dropped if there are too many. key_digest: used instead of the key's name,
+        which another key may have later.
         """
         from ragblend.engine.prompts.session import Session
 
         with self._lock:
             mine = [
                 (each.common_tokens(token_ids), each)
-                for each, owner in self._kept.items()
+                for each, owner in self._owners.items()
                 if owner == key_digest
             ]
-            held, best = max(mine, key=lambda pair: pair[0], default=(0, None))
-            if best is None or held < MIN_COMMON_TOKENS:
+            common_tokens, best = max(mine, key=lambda pair: pair[0], default=(0, None))
+            if best is None or common_tokens < MIN_COMMON_TOKENS:
                 session = Session()
             else:
                 session = best if best.is_of(token_ids) else best.fork()
-            self._kept[session] = key_digest
-            self._kept.move_to_end(session)
-            while len(self._kept) > MAX_SESSIONS:
-                self._kept.popitem(last=False)
+            self._owners[session] = key_digest
+            self._owners.move_to_end(session)
+            while len(self._owners) > MAX_SESSIONS:
+                self._owners.popitem(last=False)
             return session

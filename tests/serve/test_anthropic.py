@@ -163,7 +163,7 @@ def test_results_of_tools_are_turns_before_the_text() -> None:
             {"role": "user", "content": [*results, {"type": "text", "text": "And now?"}]},
         ],
     )
-    turns = body.chat().turns()
+    turns = body.to_chat_body().turns()
     assert [(turn.role, turn.text, turn.call_id) for turn in turns] == [
         ("user", "Hoist them.", None),
         ("assistant", "Both.", None),

@@ -17,7 +17,7 @@ from ragblend.app import database
 from ragblend.app.serve.anthropic import MessagesBody
 from ragblend.app.serve.application import STATUSES
 from ragblend.app.serve.bodies import AskBody, ChatBody, ResponsesBody
-from ragblend.app.serve.errors import KNOWN, ApiError
+from ragblend.app.serve.errors import KNOWN_ERRORS, ApiError
 from ragblend.app.serve.ollama import OllamaChatBody, OllamaEmbedBody
 from ragblend.app.serve.rerank import RerankBody
 from ragblend.app.serve.service import Limits
@@ -264,7 +264,7 @@ def test_an_error_after_the_first_token_is_an_event_of_the_stream(served) -> Non
 
 
 def test_refused_requests_have_retry_after(home_of, tiny_folder) -> None:
-    with serving(home_of(), tiny_folder, Limits(requests=2, requests_of_one=1)) as served:
+    with serving(home_of(), tiny_folder, Limits(requests=2, requests_per_client=1)) as served:
         served.chat()
         answers = {}
 
@@ -316,7 +316,7 @@ def test_changing_the_system_clock_changes_no_answer_job_or_limit(served, monkey
             file = {"file": (f"clock{days}.txt", b"It strikes the hour.")}
             assert chief.post("/v1/documents", files=file, data={"collection": "bob"}).status_code == 202
             jump(monkeypatch, days)
-            monkeypatch.setattr(served.service.admission, "_limits", Limits(requests_of_one=1))
+            monkeypatch.setattr(served.service.admission, "_limits", Limits(requests_per_client=1))
             check(served.chat(), 429, "queue_full")
         waiting.join(SOON_S)
         [answer] = answers
@@ -362,5 +362,5 @@ def test_a_body_without_length_is_limited(served) -> None:
 
 
 def test_every_error_status_is_documented() -> None:
-    assert {status for _, status, _ in KNOWN} <= set(STATUSES)
+    assert {status for _, status, _ in KNOWN_ERRORS} <= set(STATUSES)
     assert ApiError(418, "no").to_json()["error"]["type"] == "invalid_request_error"

@@ -196,14 +196,14 @@ def test_each_conversation_of_a_key_has_a_session_of_its_own(served) -> None:
 
 def test_a_disconnected_client_is_counted_until_its_prompt_is_built(served, monkeypatch) -> None:
     """Threads grew without a limit, and shutdown waited for all of them."""
-    going, goes_on, made = threading.Semaphore(0), threading.Event(), chat._choices
+    going, goes_on, made = threading.Semaphore(0), threading.Event(), chat._requested_choices
 
     def slow(*given):
         going.release()
         assert goes_on.wait(SOON_S)
         return made(*given)
 
-    monkeypatch.setattr(chat, "_choices", slow)
+    monkeypatch.setattr(chat, "_requested_choices", slow)
     body = {"model": served.service.model, "messages": [{"role": "user", "content": "Hello."}]}
     for number in range(1, 4):
         with socket.create_connection(("127.0.0.1", served.port)) as connection:

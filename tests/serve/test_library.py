@@ -177,7 +177,7 @@ def test_an_upload_does_not_recreate_a_removed_collection(served, monkeypatch) -
 
 def test_an_upload_is_admitted_before_its_body_is_read(served, ada, monkeypatch) -> None:
     """Each wrote up to 512 MiB to the disk before it was counted."""
-    monkeypatch.setattr(served.service.admission, "_limits", Limits(requests_of_one=1))
+    monkeypatch.setattr(served.service.admission, "_limits", Limits(requests_per_client=1))
     begun = served.raw("POST", "/v1/documents", {}, "transfer-encoding: chunked").replace(
         b"content-length: 2\r\n", b""
     )

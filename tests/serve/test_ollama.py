@@ -155,13 +155,13 @@ def test_results_answer_calls_by_name_or_in_order() -> None:
         {"role": "assistant", "tool_calls": [call("hoist") | {"id": "mine"}]},
         {"role": "tool", "tool_call_id": "mine", "content": "up again"},
     ]
-    turns = OllamaChatBody(model="m", messages=messages).chat().turns()
+    turns = OllamaChatBody(model="m", messages=messages).to_chat_body().turns()
     first, second = (each.id for each in turns[1].calls)
     assert first != second and [each.arguments for each in turns[1].calls] == [{"up": True}] * 2
     assert [turn.call_id for turn in turns if turn.role == "tool"] == [second, first, "mine"]
     assert turns[4].calls[0].id == "mine"
     alone = OllamaChatBody(model="m", messages=[{"role": "tool", "content": "up"}] * 2)
-    assert [turn.role for turn in alone.chat().turns()] == ["tool", "tool"], "Ollama asks for no call"
+    assert [turn.role for turn in alone.to_chat_body().turns()] == ["tool", "tool"], "Ollama asks for no call"
 
 
 def called(arguments):
@@ -190,7 +190,7 @@ def called(arguments):
         ("chat", {"options": {"num_predict": 0}}, 400, "options.num_predict"),
         ("chat", {"options": {"mirostat": 2}}, 400, "options.mirostat"),
         ("chat", {"options": {"presence_penalty": 5}}, 400, "presence_penalty"),
-        ("chat", {"messages": [*HI, called("up")]}, 400, "messages[1].tool_calls[0]: arguments must be an object"),
+        ("chat", {"messages": [*HI, called("up")]}, 400, "messages[1].tool_calls[0].function.arguments must be an"),
         ("chat", {"options": {"max_tokens": 5}}, 400, "options.max_tokens"),
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),

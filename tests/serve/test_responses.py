@@ -103,7 +103,7 @@ def test_text_and_calls_of_one_turn_are_one_message() -> None:
         {"type": "reasoning", "summary": []},
         *given,
     ]
-    turns = ResponsesBody(model="m", input=items).chat().turns()
+    turns = ResponsesBody(model="m", input=items).to_chat_body().turns()
     assert [(turn.role, len(turn.calls)) for turn in turns] == [
         ("user", 0),
         ("assistant", 2),
