@@ -22,7 +22,7 @@ import typer
 from benchmarks.common import AnyHome, Model, agreement, packed_loop, parse_counts, run, run_alternately
 from benchmarks.filler import sentences
 from ragblend import Engine, Literal, Prompt
-from ragblend.engine.decoding.direct import DirectDecode, Read
+from ragblend.engine.decoding.direct import DirectDecode, PassInput
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.fourbit import FourBit
 from ragblend.engine.decoding.implementations import DecodeImplementation, TransformersDecode
@@ -76,10 +76,10 @@ def compare_streams(
     """One line that compares decoding several streams one after the other and together."""
     caches = [each.cache for each in prefilled]
 
-    def alone(reads: list[Read]) -> Logits:
+    def alone(reads: list[PassInput]) -> Logits:
         return [direct.run(*read) for read in reads]
 
-    def decode_all(run: Callable[[list[Read]], Logits]) -> Logits:
+    def decode_all(run: Callable[[list[PassInput]], Logits]) -> Logits:
         for cache in caches:
             cache.truncate()
         steps = zip(*follow, strict=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.decoding.direct import DirectDecode, Read
+from ragblend.engine.decoding.direct import DirectDecode, PassInput
 from ragblend.engine.decoding.packed_weights import PackedWeights
 from ragblend.engine.model.decoder import Decoder, TransformersDecoder
 from ragblend.engine.model.device import record_calls
@@ -21,7 +21,10 @@ log = logging.getLogger("ragblend")
 
 @dataclass(frozen=True)
 class _Recording:
-    """play: reads ids (R,) at positions (R,), writes logits (R, vocab) float32. buffers: the cache's, as recorded."""
+    """A recorded pass over a cache. buffers: identify the cache's buffers, as recorded.
+
+    play: reads ids (R,) and positions (R,), and writes logits (R, vocab) float32.
+    """
 
     buffers: tuple[Any, ...]
     ids: Tensor
@@ -35,7 +38,7 @@ class CudaGraphDecode(DirectDecode):
 
     def __init__(self, decoder: TransformersDecoder, packed: PackedWeights) -> None:
         super().__init__(decoder, packed)
-        self._records = True
+        self._can_record = True
         self._recordings: weakref.WeakKeyDictionary[FusedCache, dict[int, _Recording]] = (
             weakref.WeakKeyDictionary()
         )
@@ -44,19 +47,19 @@ class CudaGraphDecode(DirectDecode):
     def supports(decoder: Decoder) -> TypeGuard[TransformersDecoder]:
         return decoder.device.type == "cuda" and DirectDecode.supports(decoder)
 
-    def _run_from(self, reads: Sequence[Read], begins: Sequence[int]) -> list[Tensor]:
-        if len(reads) > 1 or len(reads[0][1]) not in (1, 1 + self.guessed_tokens) or not self._records:
-            return super()._run_from(reads, begins)
-        ((cache, token_ids),), (begin,) = reads, begins
+    def _run_from(self, inputs: Sequence[PassInput], begins: Sequence[int]) -> list[Tensor]:
+        if len(inputs) > 1 or len(inputs[0][1]) not in (1, 1 + self.guessed_tokens) or not self._can_record:
+            return super()._run_from(inputs, begins)
+        ((cache, token_ids),), (begin,) = inputs, begins
         count = len(token_ids)
         try:
             recording = self._recording_for(cache, begin, count)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError):  # memory may be free the next time
                 log.warning("CUDA graphs cannot be recorded here; rows are computed call by call: %s", error)
-                self._records = False
+                self._can_record = False
             cache.truncate(begin - cache.prompt_tokens)
-            return super()._run_from(reads, begins)
+            return super()._run_from(inputs, begins)
         recording.ids.copy_(torch.tensor(list(token_ids)))
         recording.positions.copy_(torch.arange(begin, begin + count))
         recording.play()
@@ -87,9 +90,9 @@ class CudaGraphDecode(DirectDecode):
         head: Any = self.decoder.model.lm_head
         logits = torch.empty(count, head.weight.shape[0], device=device)
 
-        def once() -> None:
+        def run_pass() -> None:
             held = reference()
             assert held is not None, "a recording is played only with its cache at hand"
             logits.copy_(self.forward([held], ids, positions, [count]))
 
-        return _Recording(buffers, ids, positions, logits, record_calls(device, once))
+        return _Recording(buffers, ids, positions, logits, record_calls(device, run_pass))

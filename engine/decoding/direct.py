@@ -33,7 +33,7 @@ from ragblend.engine.model.rope import HALF
 from ragblend.engine.scheduling.order import MOST_BEGUN
 
 Product = Callable[[Tensor], Tensor]
-Read = tuple[FusedCache, Sequence[int]]  # a cache, and the token ids to append to it
+PassInput = tuple[FusedCache, Sequence[int]]  # a cache, and the token ids to append to it
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 
@@ -117,10 +117,10 @@ class DirectDecode:
     """Runs a decoder's layers itself. Weights that are not packed are shared with the decoder."""
 
     guessed_tokens: ClassVar[int] = 3
-    together: ClassVar[int] = MOST_BEGUN
+    max_together: ClassVar[int] = MOST_BEGUN
 
     def __init__(self, decoder: TransformersDecoder, packed: PackedWeights) -> None:
-        """decoder: one that is supported."""
+        """decoder: one that `supports` accepts."""
         self.decoder = decoder
         self.layers = [LayerParts.of(layer, f"{i}.", packed) for i, layer in enumerate(decoder.layers)]
         head: Any = decoder.model.lm_head
@@ -128,7 +128,7 @@ class DirectDecode:
 
     @staticmethod
     def supports(decoder: Decoder) -> TypeGuard[TransformersDecoder]:
-        """Whether this was tested on this device with layers of these types."""
+        """Whether it was tested with layers of these types on this type of device."""
         return (
             isinstance(decoder, TransformersDecoder)
             and decoder.device.type in ("cpu", "cuda")
@@ -142,74 +142,78 @@ class DirectDecode:
         return self.run_together([(cache, token_ids)])[0]
 
     @torch.inference_mode()
-    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
+    def run_together(self, inputs: Sequence[PassInput]) -> list[Tensor]:
         """One pass for several answers: rows share the products, each answer has its own attention."""
-        begins = [cache.get_seq_length() for cache, _ in reads]
+        begins = [cache.get_seq_length() for cache, _ in inputs]
         try:
-            return self._run_from(reads, begins)
+            return self._run_from(inputs, begins)
         except BaseException:
-            for (cache, _), begin in zip(reads, begins, strict=True):
+            for (cache, _), begin in zip(inputs, begins, strict=True):
                 cache.truncate(begin - cache.prompt_tokens)
             raise
 
-    def _run_from(self, reads: Sequence[Read], begins: Sequence[int]) -> list[Tensor]:
-        counts = [len(token_ids) for _, token_ids in reads]
-        ids = torch.tensor([token for _, token_ids in reads for token in token_ids])
+    def _run_from(self, inputs: Sequence[PassInput], begins: Sequence[int]) -> list[Tensor]:
+        counts = [len(token_ids) for _, token_ids in inputs]
+        ids = torch.tensor([token for _, token_ids in inputs for token in token_ids])
         ranges = [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
         positions = torch.tensor([position for each in ranges for position in each])
-        device, caches = self.decoder.device, [cache for cache, _ in reads]
+        device, caches = self.decoder.device, [cache for cache, _ in inputs]
         return list(self.forward(caches, ids.to(device), positions.to(device), counts).split(counts))
 
     def forward(
         self, caches: Sequence[FusedCache], ids: Tensor, positions: Tensor, counts: Sequence[int]
     ) -> Tensor:
         """ids and positions (R,), counts[i] of them for caches[i] -> logits (R, vocab) float32."""
-        decoder, places = self.decoder, [RowPositions(each) for each in positions.split(list(counts))]
+        decoder = self.decoder
+        row_positions = [RowPositions(part) for part in positions.split(list(counts))]
         hidden = decoder.embed(ids)[0]
         cos, sin = decoder.rotary(FULL, positions, hidden)
         sin[..., : sin.shape[-1] // 2].neg_()  # the halves are swapped, and the first one is subtracted
         rotary = cos[0, :, None], sin[0, :, None]
-        for number, part in enumerate(self.layers):
+        for number, layer in enumerate(self.layers):
             held = [cache.fused[number] for cache in caches]
-            hidden = hidden + _attention(part, held, places, part.input_norm(hidden), rotary)
-            gate, up = part.gate_up(part.post_norm(hidden)).chunk(2, -1)
-            hidden = hidden + part.down(part.activation(gate) * up)
+            hidden = hidden + _attention(layer, held, row_positions, layer.input_norm(hidden), rotary)
+            gate, up = layer.gate_up(layer.post_norm(hidden)).chunk(2, -1)
+            hidden = hidden + layer.down(layer.activation(gate) * up)
         return decoder.head(hidden[None], self.head)
 
 
 def _attention(
-    part: LayerParts,
+    layer: LayerParts,
     held: Sequence[FusedLayer],
-    places: Sequence[RowPositions],
+    row_positions: Sequence[RowPositions],
     rows: Tensor,
     rotary: tuple[Tensor, Tensor],
 ) -> Tensor:
     """(R, hidden) -> (R, hidden); rows of the same answer attend to that answer's KV."""
     heads, size = held[0].keys.shape[1], held[0].keys.shape[3]
     cos, sin = rotary
-    qkv = part.qkv(rows).view(rows.shape[0], -1, size)  # (R, N + 2 H, D)
-    if part.head_norms is not None:
-        norm_queries, norm_keys = part.head_norms
-        both = torch.cat([norm_queries(qkv[:, : -2 * heads]), norm_keys(qkv[:, -2 * heads : -heads])], 1)
+    qkv = layer.qkv(rows).view(rows.shape[0], -1, size)  # (R, N + 2 H, D)
+    if layer.head_norms is not None:
+        norm_queries, norm_keys = layer.head_norms
+        queries, keys = qkv[:, : -2 * heads], qkv[:, -2 * heads : -heads]
+        queries_keys = torch.cat([norm_queries(queries), norm_keys(keys)], 1)
     else:
-        both = qkv[:, :-heads]
-    both, values = torch.addcmul(both * cos, both.roll(size // 2, -1), sin), qkv[:, -heads:]
+        queries_keys = qkv[:, :-heads]
+    queries_keys = torch.addcmul(queries_keys * cos, queries_keys.roll(size // 2, -1), sin)
+    values = qkv[:, -heads:]
     if len(held) == 1:
-        return part.out(_attention_of_one(part.scaling, held[0], places[0], both, values))
-    counts = [place.count for place in places]
-    each = zip(held, places, both.split(counts), values.split(counts), strict=True)
-    return part.out(torch.cat([_attention_of_one(part.scaling, *given) for given in each]))
+        return layer.out(_attention_of_one(layer.scaling, held[0], row_positions[0], queries_keys, values))
+    counts = [positions.count for positions in row_positions]
+    answers = zip(held, row_positions, queries_keys.split(counts), values.split(counts), strict=True)
+    return layer.out(torch.cat([_attention_of_one(layer.scaling, *answer) for answer in answers]))
 
 
 def _attention_of_one(
-    scaling: float, held: FusedLayer, places: RowPositions, both: Tensor, values: Tensor
+    scaling: float, held: FusedLayer, row_positions: RowPositions, queries_keys: Tensor, values: Tensor
 ) -> Tensor:
     """Queries and keys (R, N + H, D), values (R, H, D) of one answer's rows -> (R, N * D)."""
     count, heads, size = values.shape
-    at, mask = places.in_layer(held, (both.shape[1] - heads) // heads)
-    held.write(at, both[None, :, -heads:].transpose(1, 2), values[None].transpose(1, 2))
-    queries = both[:, :-heads].reshape(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
-    # Over the whole buffers: products over a part are four times slower in bfloat16, and have a new shape each time.
+    at, mask = row_positions.in_layer(held, (queries_keys.shape[1] - heads) // heads)
+    held.write(at, queries_keys[None, :, -heads:].transpose(1, 2), values[None].transpose(1, 2))
+    queries = queries_keys[:, :-heads].reshape(count, heads, -1, size)
+    queries = queries.permute(1, 2, 0, 3).reshape(heads, -1, size)
+    # Over the whole buffers: products over a part are four times slower in bfloat16, and each has another shape.
     keys = held.key_buffer[0].transpose(1, 2)
     weights = torch.softmax(torch.baddbmm(mask, queries, keys, alpha=scaling), -1)  # (H, G * R, capacity)
     attended = torch.bmm(weights, held.value_buffer[0])
@@ -225,14 +229,15 @@ def _is_supported(layer: nn.Module, decoder: Decoder) -> bool:
     in_attention = {name for name, _ in attention.named_children()}
     in_mlp = {name.split(".")[0] for name, _ in mlp.named_parameters()}
     norms = in_attention & _HEAD_NORMS
-    whole_head = all(getattr(attention, name).weight.shape == (decoder.geometry.key_size,) for name in norms)
+    head_shape = (decoder.geometry.key_size,)
+    norms_whole_head = all(getattr(attention, name).weight.shape == head_shape for name in norms)
     linears = [getattr(attention, name, None) for name in ATTENTION_LINEARS]
     linears += [getattr(mlp, name, None) for name in MLP_LINEARS]
     layer_norms = layer.input_layernorm, layer.post_attention_layernorm
     return (
         in_attention - norms == ATTENTION_LINEARS
         and norms in (set(), _HEAD_NORMS)
-        and whole_head
+        and norms_whole_head
         and in_mlp == MLP_LINEARS
         and all(isinstance(linear, nn.Linear) for linear in linears)
         and hasattr(attention, "scaling")
@@ -244,7 +249,7 @@ def _is_supported(layer: nn.Module, decoder: Decoder) -> bool:
 
 
 def _product(linears: Sequence[nn.Linear], packed: Sequence[PackedWeight | None]) -> Product:
-    """The linear layers' outputs for the same rows, concatenated."""
+    """A function that multiplies rows by all these linear layers, and concatenates the outputs."""
     if (whole := _concatenated(packed)) is not None:
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         return _with_bias(whole, torch.cat(biases) if biases else None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST = 127
+MAX_LEVEL = 127
 MAX_MEAN_ERROR = 0.03  # mean change of weights by rounding, as a share of their mean size
 KERNEL_SHAPE = 16, 32  # N and K must be multiples: with others the kernel reads beyond the end
 BLOCK_ROWS = 4096  # rounded at a time
@@ -47,15 +47,15 @@ def eight_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None
     """
     if any(size % multiple for size, multiple in zip(weight.shape, KERNEL_SHAPE, strict=True)):
         return None
-    blocks, moved = list[EightBit](), 0.0
+    blocks, total_error = list[EightBit](), 0.0
     for block in weight.split(BLOCK_ROWS):
         check_cancelled()
         exact = block.float()
         # Rounded first, so that levels are divided and multiplied by the same scale.
-        scales = (exact.abs().amax(1) / LARGEST).bfloat16().clamp_min_(torch.finfo(torch.bfloat16).tiny)
-        levels = (exact / scales.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
-        moved += float((levels * scales.float()[:, None] - exact).abs_().sum())
+        scales = (exact.abs().amax(1) / MAX_LEVEL).bfloat16().clamp_min_(torch.finfo(torch.bfloat16).tiny)
+        levels = (exact / scales.float()[:, None]).round_().clamp_(-MAX_LEVEL, MAX_LEVEL)
+        total_error += float((levels * scales.float()[:, None] - exact).abs_().sum())
         blocks.append(EightBit(levels.to(torch.int8), scales))
-    if moved > MAX_MEAN_ERROR * float(weight.abs().sum(dtype=torch.float32)):
+    if total_error > MAX_MEAN_ERROR * float(weight.abs().sum(dtype=torch.float32)):
         return None
     return EightBit.concatenated(blocks)

@@ -17,37 +17,37 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.errors import UnsupportedModelError
 
 WINDOW_ROWS = 32
-KERNEL = 7  # of the pooling, as published
+POOLED_TOKENS = 7  # neighbouring tokens that are pooled, as published
 
 
 @torch.inference_mode()
 def evict(decoder: Decoder, prompt: Prompt, cache: FusedCache, keep_tokens: int) -> int:
-    """Keep keep_tokens passage tokens per key head; returns how many each evicted.
+    """Keep keep_tokens passage tokens per key head; returns how many tokens each head evicted.
 
     The cache must hold the whole prompt and nothing else. Raises UnsupportedModelError if the layers do not expose
     their attention.
     """
     passages = _passage_mask(prompt, decoder.device)
-    losing = int(passages.sum()) - keep_tokens
-    if losing <= 0 or cache.evicted_tokens or FULL not in decoder.layer_types:
+    evicted_tokens = int(passages.sum()) - keep_tokens
+    if evicted_tokens <= 0 or cache.evicted_tokens or FULL not in decoder.layer_types:
         return cache.evicted_tokens
     if not decoder.shows_attention:
         raise UnsupportedModelError(
             "keep_tokens needs the question's attention, which this model's layers do not expose; leave it out"
         )
-    kept = _votes(decoder, prompt, cache, passages, keep_tokens)
+    kept = _kept_positions(decoder, prompt, cache, passages, keep_tokens)
     for layer, held in enumerate(cache.fused):
         # transformers asks one layer of each type for the length of its mask, and picks it by this.
         held.is_sliding = layer not in kept
         if layer in kept:
             held.keep(kept[layer])
-    return losing
+    return evicted_tokens
 
 
-def _votes(
+def _kept_positions(
     decoder: Decoder, prompt: Prompt, cache: FusedCache, passages: Tensor, keep_tokens: int
 ) -> dict[int, Tensor]:
-    """Run the last rows again over their own KV: by layer (H, kept) ascending positions to keep."""
+    """Compute the last rows again over the whole KV; returns the positions to keep, by layer (H, kept), ascending."""
     tokens, kept = passages.numel(), dict[int, Tensor]()
     always = (~passages).nonzero().squeeze(1)
     rows = torch.arange(max(0, tokens - WINDOW_ROWS), tokens, device=decoder.device)
@@ -59,7 +59,7 @@ def _votes(
     ) -> None:
         heads = keys.shape[0]
         votes = weights.float().sum(1).view(heads, -1, tokens).sum(1).masked_fill_(~passages, 0)
-        pooled = nn.functional.max_pool1d(votes[None], KERNEL, stride=1, padding=KERNEL // 2)[0]
+        pooled = nn.functional.max_pool1d(votes[None], POOLED_TOKENS, stride=1, padding=POOLED_TOKENS // 2)[0]
         chosen = pooled.masked_fill_(~passages, -torch.inf).topk(keep_tokens, dim=1).indices
         kept[layer] = torch.cat([always.expand(heads, -1), chosen], dim=1).sort(dim=1).values
 

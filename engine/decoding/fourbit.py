@@ -14,8 +14,8 @@ from torch import Tensor
 
 GROUP = 32
 LEVELS = 16
-# As a share of a group's largest weight: twice the error of rounding to bfloat16.
-ROUNDING = 2**-7
+# As a share of the group's largest weight: twice the error of rounding to bfloat16.
+MAX_ROUNDING_ERROR = 2**-7
 SAMPLED_ROWS = 16
 BLOCK_WEIGHTS = 1 << 22  # examined at a time
 OUT_FEATURES = 16  # the kernel computes multiples of this
@@ -48,7 +48,7 @@ class FourBit:
 
 
 def multiplies_four_bit() -> bool:
-    """Whether this torch has the operators."""
+    """Whether this version of torch has the operators."""
     return hasattr(torch, "_weight_int4pack_mm_for_cpu") and hasattr(
         torch, "_convert_weight_to_int4pack_for_cpu"
     )
@@ -63,15 +63,15 @@ def four_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None)
         return None
     step, rows = max(1, weight.shape[0] // SAMPLED_ROWS), max(1, BLOCK_WEIGHTS // weight.shape[1])
     blocks = [weight[begin : begin + rows] for begin in range(0, weight.shape[0], rows)]
-    if _on_levels(weight[::step]) is None:  # most weights without levels are rejected here
+    if _find_levels(weight[::step]) is None:  # most weights without levels are rejected here
         return None
-    whole = []
+    found = []
     for block in blocks:
         check_cancelled()
-        if (part := _on_levels(block)) is None:
+        if (part := _find_levels(block)) is None:
             return None
-        whole.append(part)
-    levels, scales, lowest = (torch.cat(each) for each in zip(*whole, strict=True))
+        found.append(part)
+    levels, scales, lowest = (torch.cat(each) for each in zip(*found, strict=True))
     packed = torch._convert_weight_to_int4pack_for_cpu(levels, 1)
     # The kernel computes (level - 8) * scale + offset.
     offsets = lowest + LEVELS // 2 * scales
@@ -79,21 +79,22 @@ def four_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None)
     return FourBit(packed, both.to(torch.bfloat16))
 
 
-def _on_levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def _find_levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """(N, K) -> levels (N, K) int32, and by group (N, K / GROUP) the step between levels and the lowest; or None.
 
-    A group may use fewer than sixteen, so smaller numbers of levels are tried for groups that do not fit.
+    A group may use fewer than sixteen levels, so fewer are tried for groups that do not fit.
     """
     groups = weight.float().reshape(-1, GROUP)
     lowest, highest = groups.aminmax(dim=1, keepdim=True)
-    allowed = ROUNDING * torch.maximum(lowest.abs(), highest.abs())
+    allowed = MAX_ROUNDING_ERROR * torch.maximum(lowest.abs(), highest.abs())
     levels, steps, fits = _nearest(groups, lowest, highest, allowed, LEVELS - 1)
     for top in range(LEVELS - 2, 0, -1):
         left = (~fits).nonzero().squeeze(1)
         if not left.numel():
             break
-        some = _nearest(groups[left], lowest[left], highest[left], allowed[left], top)
-        levels[left], steps[left], fits[left] = some
+        levels[left], steps[left], fits[left] = _nearest(
+            groups[left], lowest[left], highest[left], allowed[left], top
+        )
     if not fits.all():
         return None
     shape = weight.shape[0], -1

@@ -10,9 +10,9 @@ from typing import Any
 from ragblend.kvstore.errors import UsageError, install_hint
 
 MAX_SCHEMA_CHARS = 100_000  # compiled in a tenth of a second; the next power of ten takes seconds
-# Flexible whitespace lets small models write blanks and line breaks for ever.
+# With flexible whitespace small models write blanks and line breaks for ever.
 _JSON_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Formats that are kept to. Others are notes to the reader, as the specification has it (`password`, `int64`).
+# Formats that are enforced. Others (`password`, `int64`) are ignored, as the specification allows.
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid", "unknown")
 )
@@ -71,21 +71,19 @@ def validated(grammar: Grammar, name: str) -> Grammar:
     load_llguidance()
     if error := _compile_error(grammar.text):
         reason = error.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
-        if at_fault := re.search(
-            r"^error: (.*)$", error, re.MULTILINE
-        ):  # of a pattern, which stands between the two
-            reason += f" {at_fault[1]}"
-        raise UsageError(f"{name} cannot be kept to: {reason}")
+        if pattern_error := re.search(r"^error: (.*)$", error, re.MULTILINE):
+            reason += f" {pattern_error[1]}"
+        raise UsageError(f"{name} cannot be enforced: {reason}")
     return grammar
 
 
-@lru_cache(maxsize=256)  # cached, because the same tools come with every call
+@lru_cache(maxsize=256)  # because the same tools come with every call
 def _compile_error(text: str) -> str:
     return load_llguidance().LLMatcher.validate_grammar(text) or ""
 
 
 def _part_keys(schema: Mapping[str, Any], is_part: bool = False) -> tuple[str, ...]:
-    """The keys under which parts of the same object stand. A lone member of `allOf` has no other part beside it."""
+    """The keys whose members are parts of one object. A single member of `allOf` is a part only beside `properties`."""
     if is_part or "properties" in schema:
         return _COMBINING
     several = schema.get("allOf")
@@ -93,7 +91,7 @@ def _part_keys(schema: Mapping[str, Any], is_part: bool = False) -> tuple[str, .
 
 
 def _part_references(schema: Any) -> set[str]:
-    """The references by which definitions are parts of an object, whose other parts may name more properties."""
+    """References to definitions that are parts of an object whose other parts may name more properties."""
     if isinstance(schema, list):
         return {found for part in schema for found in _part_references(part)}
     if not isinstance(schema, Mapping):
@@ -106,17 +104,17 @@ def _part_references(schema: Any) -> set[str]:
 
 
 def _strict(schema: Any, ignored: Container[str], references: Container[str], is_part: bool = False) -> Any:
-    """The schema without ignored keywords, its objects with only the properties that they name.
+    """The schema without ignored keywords; its objects allow only the properties that they name.
 
-    references: `_part_references` of the whole schema. is_part: it is part of an object whose other parts may name more
-    properties.
+    references: `_part_references` of the whole schema. is_part: the schema is part of an object whose other parts may
+    name more properties.
     """
     if not isinstance(schema, Mapping):
         if isinstance(schema, bool):
             return schema
         raise TypeError(f"a schema is an object, not {schema!r:.80}")
     result = {key: value for key, value in schema.items() if key not in ignored}
-    if result.get("uniqueItems") is False:  # the default, which the compiler does not know either
+    if result.get("uniqueItems") is False:  # the default, which the compiler does not know
         del result["uniqueItems"]
     if (pattern := _PATTERNS.get(result.get("format", "unknown"))) is not None:
         result.setdefault("pattern", pattern)
@@ -138,7 +136,7 @@ def _strict(schema: Any, ignored: Container[str], references: Container[str], is
 
 
 def _names_all_properties(schema: Mapping[str, Any]) -> bool:
-    """Whether no part of the object can name a property that it does not."""
+    """Whether no part of the object can name a property that the object itself does not name."""
     parts = [part for key in _COMBINING for part in schema.get(key, ())]
     return "patternProperties" not in schema and not any(
         part.keys() & {"$ref", *_COMBINING} or set(part.get("properties", ())) - set(schema["properties"])
@@ -152,9 +150,9 @@ def _is_whole(bound: Any) -> bool:
 
 
 def _change_subschemas(schema: dict[str, Any], change: Callable[[Any, str, str], Any]) -> None:
-    """Change the schemas inside a schema, but not values that look like schemas (`enum`, `default`).
+    """Replace the schemas inside a schema, but not values that look like schemas (`enum`, `default`).
 
-    change(subschema, key, name): under which key it stands, and under which name there.
+    change(subschema, key, name): returns the new one; key: the keyword that contains it; name: its name there, or "".
     """
     for key, value in schema.items():
         if key in _SCHEMA_MAPS and isinstance(value, Mapping):

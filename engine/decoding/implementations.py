@@ -1,8 +1,8 @@
 """Chooses and runs the decode implementation, which computes an answer's tokens from the KV in a cache.
 
 The model's own forward (`TransformersDecode`) supports every model, and is used until another one is verified. The
-first row of IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same
-logits, in less time. To add an implementation, write its file, and a row in that table.
+first entry of IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same
+logits, in less time. To add an implementation, write its file, and an entry in that table.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
-from ragblend.engine.decoding.direct import DirectDecode, Read
+from ragblend.engine.decoding.direct import DirectDecode, PassInput
 from ragblend.engine.decoding.packed_weights import PackedWeights, load_packed, pack_weights, save_packed
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.device import device_name, transfer_stream
@@ -28,27 +28,27 @@ from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import make_private_folder, replace_durably
 
 VERSION = 6  # raise it when what is measured changes
-# Few, because a program that asks without a pause waits for them; of 8 tokens the divergence varies twofold.
-COMPARED_TOKENS, TIMED_TOKENS, TURNS = 24, 8, 3
+# Few, because requests without a pause between them wait for this. With only 8 tokens the divergence varies twofold.
+COMPARED_TOKENS, TIMED_TOKENS, ROUNDS = 24, 8, 3
 # Mean divergence allowed, in nats a token: bfloat16 and another order of sums give 2e-3, a wrong layer 1 and more.
 MAX_DIVERGENCE = 0.01
-SETTLED_SHARE, MAX_TURNS = 0.8, 25
+SETTLED_SHARE, MAX_ROUNDS = 0.8, 25
 CancelCheck = Callable[[], bool]
 
 
 class DecodeImplementation(Protocol):
     """Runs a few tokens through the model, after the KV in a cache.
 
-    guessed_tokens: how many additional rows cost little; together: how many answers can share one pass.
+    guessed_tokens: how many additional rows take little time; max_together: how many answers can share one pass.
     """
 
     guessed_tokens: ClassVar[int]
-    together: ClassVar[int]
+    max_together: ClassVar[int]
 
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
         """Append these tokens to the cache; returns the logits after each, (n, vocab) float32."""
 
-    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
+    def run_together(self, inputs: Sequence[PassInput]) -> list[Tensor]:
         """`run` for several caches. If it raises, the caches are unchanged."""
 
 
@@ -58,7 +58,7 @@ class TransformersDecode:
 
     model: Any
     guessed_tokens: ClassVar[int] = 0
-    together: ClassVar[int] = 1
+    max_together: ClassVar[int] = 1
 
     @torch.inference_mode()
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
@@ -66,8 +66,8 @@ class TransformersDecode:
         logits: Tensor = self.model(ids, past_key_values=cache, use_cache=True).logits
         return logits[0].float()
 
-    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
-        return [self.run(*read) for read in reads]
+    def run_together(self, inputs: Sequence[PassInput]) -> list[Tensor]:
+        return [self.run(*each) for each in inputs]
 
 
 # Each is constructed from (decoder, packed weights), for a decoder that it supports.
@@ -75,7 +75,7 @@ IMPLEMENTATIONS = (CudaGraphDecode, DirectDecode)
 
 
 def candidate_for(decoder: Decoder) -> type[DirectDecode] | None:
-    """The first row of the table that supports this decoder."""
+    """The first entry of IMPLEMENTATIONS that supports this decoder."""
     return next((candidate for candidate in IMPLEMENTATIONS if candidate.supports(decoder)), None)
 
 
@@ -92,7 +92,7 @@ class DecodeComparison:
     def is_settled(self) -> bool:
         """Whether another measurement would give the same result; on a busy machine it may not."""
         faster = sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
-        is_clear = max(faster, 1 - faster) >= SETTLED_SHARE or len(self.ratios) >= MAX_TURNS
+        is_clear = max(faster, 1 - faster) >= SETTLED_SHARE or len(self.ratios) >= MAX_ROUNDS
         return is_clear or not self.divergence <= MAX_DIVERGENCE
 
     @property
@@ -107,7 +107,7 @@ def compare_implementations(
     token_ids: Sequence[int],
     cancelled: CancelCheck = lambda: False,
 ) -> DecodeComparison:
-    """Run some text through both, its last tokens one by one, in turns. Raises Cancelled once cancelled() is true.
+    """Run the last tokens of a text through both alternately, one by one. Raises Cancelled once cancelled() is true.
 
     On a CPU it counts this thread's time, which does half of the work on two cores, so that other load does not count.
     """
@@ -136,23 +136,23 @@ def compare_implementations(
 
     (expected, _), (found, _) = timed(model, COMPARED_TOKENS), timed(candidate, COMPARED_TOKENS)  # warms up
     divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
-    turns = [(timed(candidate)[1], timed(model)[1]) for _ in range(TURNS)]
-    return DecodeComparison(divergence, tuple(ours / own for ours, own in turns))
+    rounds = [(timed(candidate)[1], timed(model)[1]) for _ in range(ROUNDS)]
+    return DecodeComparison(divergence, tuple(candidate_s / model_s for candidate_s, model_s in rounds))
 
 
 class DecodeSelector:
     """Chooses a loaded model's decode implementation. current: the one to use now.
 
-    allows_rounding: whether weights may be rounded to eight bits (those that a file held in about as many).
+    allows_rounding: whether weights may be rounded to eight bits (if their file held them in about eight).
 
     The comparison is saved in a folder with the packed weights, as packing takes ten seconds per billion weights. If it
-    is missing, damaged, or too large for memory, it is measured again, and until then the model's own forward is used.
+    is missing, damaged, or too large for memory, they are compared again; until then the model's own forward is used.
     """
 
     def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, allows_rounding: bool) -> None:
         # The order in which weights are packed depends on the processor and on torch.
-        on = f"{device_name(decoder.device)}-{torch.__version__}-v{VERSION}"
-        self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
+        environment = f"{device_name(decoder.device)}-{torch.__version__}-v{VERSION}"
+        self._file = folder / f"steps-{fingerprint[:32]}-{environment}.json"
         self._weights_file = self._file.with_suffix(".safetensors")
         self._decoder: Any = decoder
         self._saves_weights = decoder.device.type == "cpu"
@@ -179,7 +179,7 @@ class DecodeSelector:
 
     def measure(self, token_ids: Sequence[int], cancelled: CancelCheck) -> None:
         """Compare and choose. Raises Cancelled once cancelled() is true; weights packed by then are kept."""
-        assert self._candidate is not None, "there is nothing to measure"
+        assert self._candidate is not None, "no implementation supports this decoder"
         self.needs_measurement = False  # an error here would be repeated after every answer
         try:
             pack_weights(self._decoder, self._packed, self._allows_rounding, cancelled)
@@ -196,7 +196,7 @@ class DecodeSelector:
         self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
         if comparison.accepts:
             self.current = implementation
-        if packed or not self._saves_weights:  # choose without it: memory may suffice in the next process
+        if packed or not self._saves_weights:  # nothing packed: memory may suffice in the next process
             self._save(comparison, packed)
 
     def _save(self, comparison: DecodeComparison, packed: PackedWeights) -> None:

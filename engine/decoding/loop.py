@@ -47,7 +47,7 @@ def decode_answer(
     """
     room_tokens = max(1, runtime.context_window - len(prefilled.prompt.token_ids))
     options = replace(options, max_new_tokens=min(options.max_new_tokens, room_tokens))
-    if options.keep_tokens is not None:  # a full prefill would bring back what is evicted
+    if options.keep_tokens is not None:  # no full prefill, which would restore the evicted KV
         prefilled = replace(prefilled, sure=0.0)
     elif prefilled.cache is not None and prefilled.cache.evicted_tokens:
         raise UsageError(
@@ -81,7 +81,7 @@ class _Answer:
         self.model, self.tokenizer = runtime.loaded.model, runtime.tokenizing.tokenizer
         self._on_text, self._cancel, self._clock = on_text, cancel, clock
         self._stream = TextStream(self.tokenizer, options.stop, options.one_sentence)
-        self._reads_text = on_text is not None or options.stop or options.one_sentence
+        self._needs_text = on_text is not None or options.stop or options.one_sentence
         self._recorder = None if options.logprobs is None else LogprobRecorder(options.logprobs)
         tokens = len(prefilled.prompt.token_ids)
         self._constraint: Constraint | None = None
@@ -99,9 +99,9 @@ class _Answer:
         self._clock.tick()
         if self._recorder is not None:
             self._recorder.record(token_id)
-        if self._reads_text and (piece := self._stream.feed(token_id)) and self._on_text is not None:
+        if self._needs_text and (piece := self._stream.feed(token_id)) and self._on_text is not None:
             self._on_text(piece)
-        if is_first and self.options.max_new_tokens > 1:  # after it was streamed, so that it does not wait
+        if is_first and self.options.max_new_tokens > 1:  # after it was streamed, so that nobody waits
             self._evict()
 
     def _evict(self) -> None:
@@ -127,28 +127,31 @@ class _Answer:
         report, prompt = self._clock.report(self.prefilled.report, len(ids)), self.prefilled.prompt
         text = decode_text(self.tokenizer, ids, self.options.stop, self.options.one_sentence)
         unsupported = figures_not_in_prompt(text, prompt, self.tokenizer)
-        ended = ids[-1] in self.runtime.end_ids
-        logprobs = None if self._recorder is None else tuple(self._recorder.tokens[: len(ids) - ended])
+        has_end_token = ids[-1] in self.runtime.end_ids
+        count = len(ids) - has_end_token
+        logprobs = None if self._recorder is None else tuple(self._recorder.tokens[:count])
         report = replace(report, unsupported_figures=unsupported, **reported)
-        return Result(text, tuple(ids), report, prompt, self._is_whole(ids, ended), logprobs)
+        return Result(text, tuple(ids), report, prompt, self._is_whole(ids, has_end_token), logprobs)
 
-    def _is_whole(self, ids: Sequence[int], ended: bool) -> bool:
-        """Whether the answer ended by itself: with an end token, a stop string or its first sentence, and neither by
-        the token limit nor because the grammar was closed at it.
+    def _is_whole(self, ids: Sequence[int], has_end_token: bool) -> bool:
+        """Whether the answer ended by itself (an end token, a stop string, its first sentence), and not at the token
+        limit, where the grammar may have closed it.
         """
         if self._constraint is not None and self._constraint.was_closed:
             return False
-        return self._stream.stopped or len(ids) < self.options.max_new_tokens or ended
+        return self._stream.stopped or len(ids) < self.options.max_new_tokens or has_end_token
 
 
 def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
     """Ids of the generated tokens, the end token included; and after how many of them an uncertain figure caused a full
     prefill, None if none did.
 
-    Each pass computes the last token and guesses for the next ones; `rows` are their logits. Guesses are kept up to the
-    first that differs from the token chosen. An uncertain figure (`UncertaintyCheck`) causes a full prefill of prompt
-    and answer, once, into another cache, from which the answer continues. So does a token beyond the length up to which
-    RoPE's frequencies are constant, as in transformers' own `generate`: the keys before it were rotated by others.
+    Each pass computes the last token and guesses for the next ones; `all_logits` has a row for each. Guesses are kept
+    up to the first that differs from the chosen token.
+
+    An uncertain figure (`UncertaintyCheck`) causes a full prefill of prompt and answer, once, into another cache, from
+    which the answer continues. So does a token beyond the length up to which RoPE's frequencies are constant, as in
+    transformers' own `generate`, because the keys before it were rotated with other frequencies.
     """
     runtime, prefilled, turn, processors = answer.runtime, answer.prefilled, answer.turn, answer.processors
     max_new_tokens = answer.options.max_new_tokens
@@ -156,12 +159,12 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
     rope_limit = constant_rope_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, implementation = list[int](), None
-    lookup, guesses, rows = PromptLookup(0, ()), list[int](), prefilled.logits[None]
+    lookup, guesses, all_logits = PromptLookup(0, ()), list[int](), prefilled.logits[None]
     uncertainty = _uncertainty_check(runtime, prefilled, turn) if prefilled.sure else None
     read_again_at: int | None = None
     cache.truncate()
     while True:
-        for number, logits in enumerate(rows):  # after the last token, and after each guess
+        for number, logits in enumerate(all_logits):  # after the last token, and after each guess
             end = len(prompt) + len(ids)
             token = int(processors(sequence[:, :end], logits[None]).argmax())
             if uncertainty is not None and uncertainty.needs_full_prefill(
@@ -190,9 +193,9 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
         guesses = lookup.propose()[: max_new_tokens - len(ids) - 1]
         cached = cache.get_seq_length()
         if rope_limit is not None and cached <= rope_limit < cached + 1 + len(guesses):
-            (cache, rows), guesses = _full_prefill(runtime, prompt, ids, turn), []
+            (cache, all_logits), guesses = _full_prefill(runtime, prompt, ids, turn), []
         else:
-            rows = turn.run_batched(implementation, (cache, [token, *guesses]))
+            all_logits = turn.run_batched(implementation, (cache, [token, *guesses]))
 
 
 def _uncertainty_check(runtime: Runtime, prefilled: Prefilled, turn: DeviceTurn) -> UncertaintyCheck:
@@ -272,21 +275,21 @@ def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[
             whole: Tensor = model(ids, use_cache=False).logits[0].float()
         return whole[begin - 1 :]
     end, rope_limit = ids.shape[1], constant_rope_tokens(runtime.model_config)
-    # Beyond it all is computed by the model's own forward, as in an answer.
+    # Beyond the limit, all is computed by the model's own forward, as while decoding an answer.
     stop = end if rope_limit is None else min(end, max(begin, rope_limit))
-    rows = [prefilled.logits[None].float()]
+    parts = [prefilled.logits[None].float()]
     cache.truncate()
     with torch.inference_mode():
         if begin < stop:
-            rows.append(model(ids[:, begin:stop], past_key_values=cache, use_cache=True).logits[0].float())
+            parts.append(model(ids[:, begin:stop], past_key_values=cache, use_cache=True).logits[0].float())
         if stop < end:
-            rows.append(model(ids, use_cache=False, logits_to_keep=end - stop).logits[0].float())
+            parts.append(model(ids, use_cache=False, logits_to_keep=end - stop).logits[0].float())
     cache.truncate()
-    return torch.cat(rows)
+    return torch.cat(parts)
 
 
 def _generate_arguments(runtime: Runtime, max_new_tokens: int) -> dict[str, Any]:
-    # A checkpoint's generation config may set the Nones, which greedy search would warn about.
+    # None overrides values of the checkpoint's generation config, about which greedy search would warn.
     unused = dict.fromkeys(("temperature", "top_p", "top_k"))
     pad_id, ends = runtime.tokenizing.tokenizer.pad_token_id, runtime.end_ids
     ids = {"eos_token_id": ends or None, "pad_token_id": [*ends, 0][0] if pad_id is None else pad_id}
@@ -312,16 +315,16 @@ class _Streamer:
 
 
 class AnswerTimer:
-    """Times an answer's first and last token. All times are those of `time.perf_counter`.
+    """Times an answer's first and last token, by `time.perf_counter`.
 
     begun: when the request began.
     """
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
-        self.decoding = time.perf_counter()  # when decoding began
+        self.decoding_begun = time.perf_counter()
         self.first: float | None = None
-        self.last = self.decoding
+        self.last = self.decoding_begun
 
     def tick(self) -> None:
         """A token was generated."""
@@ -334,7 +337,7 @@ class AnswerTimer:
         decoding_s = self.last - first
         timings = replace(
             prefill.timings,
-            first_token_ms=(first - self.decoding) * 1e3,
+            first_token_ms=(first - self.decoding_begun) * 1e3,
             ttft_ms=(first - self.begun) * 1e3,
             total_ms=(time.perf_counter() - self.begun) * 1e3,
             tokens_per_s=(generated - 1) / decoding_s if generated > 1 and decoding_s > 0 else 0.0,

@@ -19,7 +19,7 @@ from ragblend.kvstore.system import replace
 
 MAX_FREE_MEMORY_SHARE = 0.25
 PackedWeight = FourBit | EightBit
-PackedWeights = dict[str, PackedWeight | None]  # by `LAYER.NAME`, and HEAD; None: stays unpacked
+PackedWeights = dict[str, PackedWeight | None]  # by `LAYER.NAME`, and HEAD; None: not packed
 HEAD = "head"  # the output layer
 ATTENTION_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_LINEARS = {"gate_proj", "up_proj", "down_proj"}
@@ -44,7 +44,8 @@ def pack_weights(
     for number, layer in enumerate(decoder.layers):
         for part, names in (("self_attn", ATTENTION_LINEARS), ("mlp", MLP_LINEARS)):
             linears |= {f"{number}.{name}": getattr(getattr(layer, part), name) for name in names}
-    linears[HEAD] = decoder.model.lm_head  # last: the largest, packed anew after a cancellation
+    # Last, because it is the largest: a cancellation discards the weight in progress.
+    linears[HEAD] = decoder.model.lm_head
     size = sum(linear.weight.numel() for linear in linears.values())
     if not packed and not (multiplies_four_bit() and fits_memory(size)):
         return

@@ -7,7 +7,7 @@ any processors.
 
 from collections.abc import Iterable
 
-GRAMS = (3, 2)
+NGRAM_SIZES = (3, 2)
 # Accepted tokens per pass that make guessing worthwhile: 4 rows take a quarter longer than 1 (SmolLM2).
 BREAK_EVEN = 0.5
 MAX_CREDIT = 4.0
@@ -17,7 +17,8 @@ class PromptLookup:
     """Guesses `count` tokens at a time, until too few of them were accepted."""
 
     def __init__(self, count: int, token_ids: Iterable[int]) -> None:
-        self._count, self._credit = count, MAX_CREDIT if count else -1.0
+        self._count = count
+        self._credit = MAX_CREDIT if count else -1.0  # below zero, nothing is guessed
         self._ids: list[int] = []
         self._next_index: dict[tuple[int, ...], int] = {}  # of the token after the n-gram's last occurrence
         for token in token_ids if count else ():
@@ -25,14 +26,14 @@ class PromptLookup:
 
     def add(self, token: int) -> None:
         """Append the next token of prompt or answer."""
-        for size in GRAMS:
+        for size in NGRAM_SIZES:
             self._next_index[tuple(self._ids[-size:])] = len(self._ids)
         self._ids.append(token)
 
     def propose(self) -> list[int]:
-        """`count` tokens, or none."""
+        """Guesses for the next `count` tokens, or none."""
         if self._credit >= 0:
-            for size in GRAMS:
+            for size in NGRAM_SIZES:
                 begin = self._next_index.get(tuple(self._ids[-size:]))
                 if begin is not None and begin + self._count <= len(self._ids):
                     return self._ids[begin : begin + self._count]

@@ -10,23 +10,23 @@ from ragblend.engine.decoding.constrained import Constraint
 from ragblend.engine.results import TokenLogprob
 from ragblend.kvstore.errors import UsageError
 
-GREEDY_TEMPERATURE = 1e-5  # at most this is greedy: scores that are divided by less overflow
+GREEDY_TEMPERATURE = 1e-5  # up to this, decoding is greedy: scores divided by less would overflow
 
 
 class GumbelNoise:
     """The last logits processor: noise that turns the highest score into a draw from the scores' softmax.
 
     transformers samples with torch's global generator, which all threads share: a seed would affect other answers, and
-    they this one. Here greedy search over the noisy scores uses only this generator. Source: Maddison et al., "A*
-    Sampling" (NeurIPS'14), §2.
+    other answers this one. Here greedy search over the noisy scores uses only this generator. Source: Maddison et al.,
+    "A* Sampling" (NeurIPS'14), §2.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        waiting = torch.empty_like(scores, dtype=torch.float32).exponential_(generator=self._generator)
-        return scores - waiting.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+        exponential = torch.empty_like(scores, dtype=torch.float32).exponential_(generator=self._generator)
+        return scores - exponential.clamp_min_(torch.finfo(torch.float32).tiny).log_()
 
 
 class OccurrencePenalty:

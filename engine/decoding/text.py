@@ -11,12 +11,12 @@ QUOTES = r"\"'”’“‘»«›‹」』》〉】）)*_"
 _MONTHS = "Januar Jänner Februar März April Mai Juni Juli August September Oktober November Dezember".split()  # noqa: SIM905
 
 
-def _begun(word: str) -> str:
-    """A pattern of the word, or of as much as there is of it at the text's end."""
-    return rf"(?:\Z|{word[0]}{_begun(word[1:])})" if word else ""
+def _word_or_beginning(word: str) -> str:
+    """A pattern of the word, or of its beginning at the end of the text."""
+    return rf"(?:\Z|{word[0]}{_word_or_beginning(word[1:])})" if word else ""
 
 
-_MONTH = "|".join(map(_begun, _MONTHS))
+_MONTH = "|".join(map(_word_or_beginning, _MONTHS))
 _AFTER_DAY = r"(?:(?<=(?<![\w.,:])\d)|(?<=(?<![\w.,:])\d\d))"  # a number of one or two digits
 _DAY = rf"{_AFTER_DAY}\.[ \u00a0]++(?:[a-zß-öø-ÿ]|{_MONTH})"  # `31. Dezember`, `3. maj`, or not decided yet
 _MAY_BE_DAY = re.compile(rf"(?<={_AFTER_DAY}\.)[ \u00a0]++(?:{_MONTH})\Z")
@@ -30,7 +30,7 @@ SENTENCE_END = re.compile(
 _MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # after a sentence: may be the beginning of a citation
 _BRACKET = re.compile(rf"(?<=[.!?…{FULL_STOPS}])[{QUOTES}]*\[\Z")
 _UNFINISHED = "�"  # a tokenizer's output for part of a character
-DECODED_AGAIN = 32  # last ids, more than can change how one another are written
+REDECODED_IDS = 32  # the last ids, decoded again for each new one; earlier ids cannot change their text
 
 
 class TextStream:
@@ -39,16 +39,16 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), one_sentence: bool = False) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
         self._one_sentence = one_sentence
-        # The text is `_head`, and that of the ids without its first `_cut` characters.
+        # The text is `_head`, followed by the text of `_ids` without its first `_cut` characters.
         self._head, self._cut = "", 0
         self._ids: list[int] = []
-        self._given = 0
+        self._returned_chars = 0
         self.stopped = False
 
     def feed(self, token_id: int) -> str:
         """The new text that is final with this token; often empty."""
         self._ids.append(token_id)
-        if len(self._ids) % (2 * DECODED_AGAIN) == 0:
+        if len(self._ids) % (2 * REDECODED_IDS) == 0:
             self._drop_ids()
         return self._advance(final=False)
 
@@ -58,8 +58,8 @@ class TextStream:
 
     def _advance(self, final: bool) -> str:
         text = self._text
-        end = self._end_of(text, final)
-        piece, self._given = text[self._given : end], max(self._given, end)
+        end = self._final_chars(text, final)
+        piece, self._returned_chars = text[self._returned_chars : end], max(self._returned_chars, end)
         return piece
 
     @property
@@ -70,29 +70,34 @@ class TextStream:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _drop_ids(self) -> None:
-        """Keep the last ids and one before them, without which a word could lose its blank, if they give the same
-        text. All of them would be decoded for each token: ten seconds of an answer of 8,000.
+        """Move the text of all but the last ids to `_head`, if the last ids alone give the same text.
+
+        Decoding all ids for each token would take ten seconds in an answer of 8,000. One more id is kept than needed,
+        because the first word of a decoded text may lose its blank.
         """
-        kept, text = self._ids[-DECODED_AGAIN - 1 :], self._text
+        kept, text = self._ids[-REDECODED_IDS - 1 :], self._text
         cut = len(self._decoded(kept[:1]))
         end = self._decoded(kept)[cut:]
         if text.endswith(end):
             self._head, self._cut, self._ids = text[: len(text) - len(end)], cut, kept
 
-    def _end_of(self, text: str, final: bool) -> int:
+    def _final_chars(self, text: str, final: bool) -> int:
+        """How many characters of the text are final; sets `stopped` if the answer ends there. final: no id follows."""
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        sentence = _first_sentence(text.rstrip(_UNFINISHED)) if self._one_sentence else None
-        is_open = sentence is not None and not final and _MAY_CITE.fullmatch(text, sentence) is not None
-        if sentence is not None and (found or not is_open):
-            found.append(sentence)
+        sentence_end = _first_sentence(text.rstrip(_UNFINISHED)) if self._one_sentence else None
+        may_continue = (
+            sentence_end is not None and not final and _MAY_CITE.fullmatch(text, sentence_end) is not None
+        )
+        if sentence_end is not None and (found or not may_continue):
+            found.append(sentence_end)
         if found:
             self.stopped = True
             return min(found)
         if final:
             return len(text)
         end = len(text.rstrip(_UNFINISHED))
-        if sentence is not None:
-            end = sentence
+        if sentence_end is not None:
+            end = sentence_end
         elif self._one_sentence and _BRACKET.search(text):
             end -= 1
         elif self._one_sentence and (day := _MAY_BE_DAY.search(text)):

@@ -20,14 +20,15 @@ from ragblend.engine.prompts.segments import Prompt
 
 Likely = Sequence[tuple[int, float]]  # the most likely next tokens, with their probabilities
 View = Callable[[Sequence[int]], Likely]  # after these tokens of the answer
-NEAR_TOKENS = 12
-LIKELY = 20  # so many tokens are compared
-# The passage alone contradicts if it gives another figure at least ANOTHER, and the token at most RULED_OUT; or more if
-# the whole prompt nearly chose that figure: at most CLOSE times its probability there, as a share of the likeliest's.
-ANOTHER, RULED_OUT, CLOSE = 0.4, 0.03, 0.2
-SURE_WITHOUT_VIEW = 0.8  # the confident share if no passage can be asked
-# A prompt with one passage must be much shorter than the whole; else the full prefill is run at once.
-LARGEST_VIEW = 0.5
+CONTEXT_TOKENS = 12  # of the answer before a token, to recognise citations and beginnings of sentences
+LIKELY_TOKENS = 20  # how many are compared
+# Probabilities. The passage alone contradicts the token if another figure has at least MIN_OTHER there, and the token
+# at most MAX_RULED_OUT. The token may have more if the whole prompt nearly chose the other figure: at most CLOSE_SHARE
+# times the other figure's probability in the whole prompt, as a share of the most likely figure's.
+MIN_OTHER, MAX_RULED_OUT, CLOSE_SHARE = 0.4, 0.03, 0.2
+MIN_CONFIDENCE_WITHOUT_VIEW = 0.8  # if no passage can be viewed alone
+# A prompt with one passage is used only if it has at most this share of the whole prompt's tokens.
+MAX_VIEW_SHARE = 0.5
 NUMBER_ENDS = -1  # stands for all tokens without a digit, after one with a digit
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")
 _IN_CITATION = re.compile(r"\[[\d\s,;]*$")
@@ -35,22 +36,23 @@ _QUOTES = "\"'([{«„“”’‚"
 
 
 def likely_tokens(logits: Tensor) -> Likely:
-    """The `LIKELY` most likely tokens of logits (vocab,)."""
-    likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
+    """The `LIKELY_TOKENS` most likely tokens of logits (vocab,)."""
+    likely, ids = logits.float().softmax(-1).topk(min(LIKELY_TOKENS, logits.numel()))
     return list(zip(ids.tolist(), likely.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class UncertaintyCheck:
-    """Decides whether the next token needs a full prefill. sure: the share from which the model counts as confident.
+    """Decides whether the next token needs a full prefill.
 
-    prompt: names in its question, after the last chunk, are never uncertain. view_of(prompt): opens another prompt, to
-    continue it by the answer; None: not available.
+    min_confidence: the share of the probability from which the model counts as sure. prompt: names in
+    its question, after the last chunk, are never uncertain. view_of(prompt): opens another prompt, to continue it by
+    the answer; None: not available.
     """
 
     tokenizer: Any
     prompt: Prompt
-    sure: float
+    min_confidence: float
     view_of: Callable[[Prompt], View] | None = None
 
     def needs_full_prefill(self, token: int, likely: Callable[[], Likely], before: Sequence[int]) -> bool:
@@ -64,42 +66,42 @@ class UncertaintyCheck:
         kind = self._kind(token)
         in_number = kind != "name" and self._ends_with_digit(before)
         kind = "figure" if in_number else kind
-        if not kind or not self._counts(token, kind, before):
+        if not kind or not self._is_checkable(token, kind, before):
             return False
-        whole = self._alike(likely(), kind, in_number)
-        best = max(whole.values(), default=0.0)
-        confidence = best / sum(whole.values()) if best else 1.0
-        if confidence >= self.sure:
+        in_prompt = self._probabilities_of_kind(likely(), kind, in_number)
+        best = max(in_prompt.values(), default=0.0)
+        confidence = best / sum(in_prompt.values()) if best else 1.0
+        if confidence >= self.min_confidence:
             return False
         if self._view is None:
-            return confidence < SURE_WITHOUT_VIEW
-        alone = self._alike(self._view(before), kind, in_number)
-        p = alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, 0.0)
+            return confidence < MIN_CONFIDENCE_WITHOUT_VIEW
+        alone = self._probabilities_of_kind(self._view(before), kind, in_number)
+        probability = alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, 0.0)
         other = max(alone, key=alone.__getitem__, default=NUMBER_ENDS)
-        if alone.get(other, 0.0) < ANOTHER:
+        if alone.get(other, 0.0) < MIN_OTHER:
             return False
-        return p <= max(RULED_OUT, CLOSE * whole.get(other, 0.0) / best)
+        return probability <= max(MAX_RULED_OUT, CLOSE_SHARE * in_prompt.get(other, 0.0) / best)
 
-    def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
+    def _is_checkable(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but no citation number, or a name that neither begins a sentence nor occurs in the
         question.
         """
-        context = self.tokenizer.decode(list(before)[-NEAR_TOKENS:])
+        context = self.tokenizer.decode(list(before)[-CONTEXT_TOKENS:])
         if kind == "figure":
             return _IN_CITATION.search(context) is None
         begins_sentence = not context.strip() or _ENDS_SENTENCE.search(context) is not None
         text = self.tokenizer.decode([token]).strip().casefold()
         return not begins_sentence and not any(word.startswith(text) for word in self._question_words)
 
-    def _alike(self, likely: Likely, kind: str, in_number: bool) -> dict[int, float]:
+    def _probabilities_of_kind(self, likely: Likely, kind: str, in_number: bool) -> dict[int, float]:
         """The probabilities of the tokens of this kind. in_number: all other tokens count as well, together."""
-        alike: dict[int, float] = {}
-        for token, p in likely:
+        probabilities: dict[int, float] = {}
+        for token, probability in likely:
             if self._kind(token) == kind:
-                alike[token] = p
+                probabilities[token] = probability
             elif in_number:
-                alike[NUMBER_ENDS] = alike.get(NUMBER_ENDS, 0.0) + p
-        return alike
+                probabilities[NUMBER_ENDS] = probabilities.get(NUMBER_ENDS, 0.0) + probability
+        return probabilities
 
     def _ends_with_digit(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and text_of_token(self.tokenizer, tokens[-1])[0][-1:].isdigit()
@@ -111,7 +113,7 @@ class UncertaintyCheck:
         if self.view_of is None or number is None:
             return None
         alone = with_passage_alone(self.prompt, number)
-        if len(alone.token_ids) > LARGEST_VIEW * len(self.prompt.token_ids):
+        if len(alone.token_ids) > MAX_VIEW_SHARE * len(self.prompt.token_ids):
             return None
         return self.view_of(alone)
 

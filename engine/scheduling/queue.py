@@ -38,10 +38,10 @@ class CallbackCancel:
 
 
 class BatchedPass(Protocol):
-    """A forward pass over several requests. together: the number of requests, at most."""
+    """A forward pass over several requests. max_together: the number of requests, at most."""
 
     @property
-    def together(self) -> int: ...
+    def max_together(self) -> int: ...
 
     def run_together(self, reads: Sequence[Any], /) -> Sequence[Any]: ...
 
@@ -173,7 +173,7 @@ class DeviceQueue:
         with self._lock:
             waiting = [self._inputs[ticket] for ticket in self._ring if ticket in self._inputs]
             others = [each for each in waiting if each.batched is mine.batched]
-            inputs = [mine, *others][: mine.batched.together]
+            inputs = [mine, *others][: mine.batched.max_together]
             for each in inputs:
                 assert each.result is None, "requests with a result stand before all that have none"
                 each.is_running = True

@@ -14,7 +14,7 @@ from typing import Any
 from ragblend.engine.config import DEFAULT_RATIO, DecodeOptions, Report, Timings, TokenCounts
 from ragblend.engine.decoding.loop import AnswerTimer, figures_not_in_prompt
 from ragblend.engine.decoding.text import TextStream, decode_text
-from ragblend.engine.decoding.uncertainty import LIKELY, Likely, UncertaintyCheck, View
+from ragblend.engine.decoding.uncertainty import LIKELY_TOKENS, Likely, UncertaintyCheck, View
 from ragblend.engine.nodes import TokenIds
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.request import Request
@@ -155,7 +155,7 @@ class Completion:
             "model": self._runtime.info.name,
             "max_tokens": 1,
             "temperature": 0,
-            "logprobs": LIKELY,
+            "logprobs": LIKELY_TOKENS,
             "return_tokens_as_token_ids": True,
             "kv_transfer_params": options,
         }
@@ -188,7 +188,7 @@ class Completion:
             "return_token_ids": True,
         }
         if options.logprobs is not None or self._check is not None:
-            count = max(options.logprobs or 0, LIKELY if self._check is not None else 0)
+            count = max(options.logprobs or 0, LIKELY_TOKENS if self._check is not None else 0)
             body |= {"logprobs": count, "return_tokens_as_token_ids": True}
         if options.grammar is not None:
             # A directive that only llguidance knows: xgrammar, which vLLM tries first, would allow endless blanks.

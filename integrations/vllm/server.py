@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.config import EngineConfig
-from ragblend.engine.decoding.uncertainty import LIKELY
+from ragblend.engine.decoding.uncertainty import LIKELY_TOKENS
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.gate import GATE_TEXT, GateVerdict
 from ragblend.engine.runtime_base import RuntimeBase, log
@@ -93,7 +93,7 @@ class ServerRuntime(RuntimeBase):
 
     def _has_logprobs(self, name: str, cancel: Cancel | None) -> bool:
         """Whether the server's limit (`--max-logprobs`) allows as many as checking figures takes."""
-        body = {"model": name, "prompt": [0], "max_tokens": 1, "logprobs": LIKELY}
+        body = {"model": name, "prompt": [0], "max_tokens": 1, "logprobs": LIKELY_TOKENS}
         try:
             self.server.fetch("/v1/completions", body, cancel, silence_s=INTRODUCTION_S)
         except UsageError as error:

@@ -175,7 +175,7 @@ def test_cuda_graphs_do_not_change_answers(on_cuda, tmp_path):
     assert len(choice._ratios) >= 5
     choice.current = CudaGraphDecode(engine.runtime.decoder, {})
     after = engine.generate(make_prompt(TEXTS), **options).token_ids
-    assert after == before and choice.current._records
+    assert after == before and choice.current._can_record
     sampled = [
         engine.generate(make_prompt(TEXTS), max_new_tokens=9, temperature=1.0, seed=4).token_ids
         for _ in range(2)
@@ -217,7 +217,7 @@ def test_concurrent_requests_give_the_same_answers(on_cuda):
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(4)] == alone
-    assert engine.runtime.choice.current._records
+    assert engine.runtime.choice.current._can_record
 
 
 def test_out_of_device_memory_is_reported_and_freed(on_cuda):

@@ -6,7 +6,7 @@ from benches import chat, largest_error, make_prompt, make_text
 from torch import nn
 from transformers import AttentionInterface
 
-from ragblend.engine.decoding.eviction import KERNEL, WINDOW_ROWS, evict
+from ragblend.engine.decoding.eviction import POOLED_TOKENS, WINDOW_ROWS, evict
 from ragblend.engine.model.attention import OWN_ATTENTION, OWN_EAGER
 from ragblend.engine.model.decoder import FULL
 from ragblend.engine.prompts.session import Session
@@ -50,7 +50,7 @@ def votes_by_a_loop(bench, prompt, layer):
             if passages[at]:
                 rows = seen[head * group : (head + 1) * group, max(0, tokens - WINDOW_ROWS) :, at]
                 votes[at] = float(rows.sum())
-        reach = KERNEL // 2
+        reach = POOLED_TOKENS // 2
         result.append(
             {at: max(votes[max(0, at - reach) : at + reach + 1]) for at in range(tokens) if passages[at]}
         )

@@ -30,7 +30,7 @@ SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}
 class Squares:
     """Passes over numbers. bad: which fail, with all that go with them; entered, go: the next one waits in it."""
 
-    together: int = 8
+    max_together: int = 8
     bad: tuple[int, ...] = ()
     seen: list[list[int]] = field(default_factory=list)
     entered: threading.Event = field(default_factory=threading.Event)
@@ -91,7 +91,7 @@ def test_waiting_requests_share_the_next_pass_and_wait_for_no_others(ask):
 
 
 def test_a_pass_takes_at_most_as_many_as_it_can(ask):
-    squares = Squares(together=2)
+    squares = Squares(max_together=2)
     _, found = ask.joined(*[squares] * 5)
     assert found == {number: number * number for number in range(5)}
     assert max(map(len, squares.seen)) == 2

@@ -368,7 +368,7 @@ def test_control_tokens_in_tools_and_calls_are_plain_text(llama, tokenizer):
         ([{"type": "function"}], "a tool needs a function"),
         ([7], "a tool needs a function"),
         ([tool("two words")], "letters, digits"),
-        ([tool("add", a={"type": "nonsense"})], "the tool 'add' cannot be kept to: Invalid type"),
+        ([tool("add", a={"type": "nonsense"})], "the tool 'add' cannot be enforced: Invalid type"),
         ([tool("add", a={"enum": ["x" * 100_001]})], "the tool 'add' has"),
         ([tool(f"add{n}", a={"enum": ["x" * 1_000]}) for n in range(100)], "of these 100 tools have"),
     ],

@@ -158,7 +158,7 @@ class Raw(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("output_cls", "limit", "why"), [(Raw, 50, "cannot be kept to"), (Person, 3, "that was found takes")]
+    ("output_cls", "limit", "why"), [(Raw, 50, "cannot be enforced"), (Person, 3, "that was found takes")]
 )
 async def test_an_unsupported_class_is_refused(make_llm, output_cls, limit, why):
     """Not by a ValueError, for which a query engine would say "Empty Response"."""
@@ -185,7 +185,7 @@ async def test_an_unsupported_class_is_refused(make_llm, output_cls, limit, why)
 
 def test_an_unsupported_class_is_refused_for_programs_with_tools(caller_llm):
     caller_llm.pydantic_program_mode = PydanticProgramMode.FUNCTION
-    with pytest.raises(PromptError, match="cannot be kept to"):
+    with pytest.raises(PromptError, match="cannot be enforced"):
         caller_llm.structured_predict(Raw, PROMPT, what="it")
 
 

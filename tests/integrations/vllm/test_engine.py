@@ -53,8 +53,8 @@ def test_uncertain_figures_are_read_again_where_the_built_in_engine_does(engines
 
     Of a model with random weights a passage alone seldom contradicts the others, so any other figure counts.
     """
-    monkeypatch.setattr(uncertainty, "ANOTHER", 0.0)
-    monkeypatch.setattr(uncertainty, "RULED_OUT", 1.0)
+    monkeypatch.setattr(uncertainty, "MIN_OTHER", 0.0)
+    monkeypatch.setattr(uncertainty, "MAX_RULED_OUT", 1.0)
     theirs, ours = engines
     texts = [f"{passage(100 + n)} {n}{7 * n} of {13 * n}" for n in range(12)]
     ours.encode(texts)
