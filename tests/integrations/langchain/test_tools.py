@@ -182,7 +182,7 @@ def test_agents_end_with_an_answer_or_an_object(caller_llm):
     [
         ([7], None, "a tool is not valid"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "letters, digits"),
-        ([{"name": "a", "parameters": {"properties": {"b": {"type": "x"}}}}], None, "'a' cannot be kept to"),
+        ([{"name": "a", "parameters": {"properties": {"b": {"type": "x"}}}}], None, "'a' cannot be enforced"),
         ([{"name": "a", "parameters": {"type": "array"}}], None, "'a' must be an object, not 'array'"),
         ([double], "triple", "tool_choice names 'triple', which is no tool; the tools are: double"),
         ([double], {"mode": "required"}, "names neither a tool nor a type"),
