@@ -250,12 +250,12 @@ def make_plan(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
     The converted model stays in the home.
     """
     from ragblend import Chunk, Engine
-    from ragblend.app.quality.sources import sample_source
+    from ragblend.app.quality.sources import sample_text
     from ragblend.engine.model.checkpoints import find_model
     from ragblend.measuring.prefilling import environment
 
     engine = Engine.open(model, home, device="cpu", dtype="bfloat16", collection="peers")
-    ids = engine.runtime.tokenizing.passage_ids(sample_source())
+    ids = engine.runtime.tokenizing.passage_ids(sample_text())
     cuts = [ids[number * PASSAGE_TOKENS :][:PASSAGE_TOKENS] for number in range(PASSAGES)]
     assert len(ids) >= PASSAGES * PASSAGE_TOKENS + 64, "the samples are too short"
     texts = [engine.tokenizer.decode(cut) for cut in cuts]

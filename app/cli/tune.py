@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to measure, and whether to save the result. save None: save what is shown to be better."""
+    """What to measure, and whether to save the result. save None: only if it is shown to be better."""
 
     minutes: float = option(15, "Longest time to measure; the question under way is finished.")
     most_ratio: float = option(DEFAULT_RATIO, "The largest share of stored tokens to recompute.")
     docs: str | None = option(None, "Measure on these ingested documents (a folder, a file, or `all`).")
     data: Path | None = option(None, "Measure on a file of questions.")
-    collection: str | None = option(None, "Of --docs.")
+    collection: str | None = option(None, "Collection of --docs.")
     limit: int | None = option(None, "How many questions at most.", advanced=True)
-    seed: int = option(0, "Which questions, and their order.", min=0, advanced=True)
+    seed: int = option(0, "Seed that chooses and orders the questions.", min=0, advanced=True)
     save: bool | None = option(
         None,
-        "Save the result even if the present setting cannot be compared with it, or only show it "
-        "(default: save what is shown to be better).",
+        "Save the result even if it cannot be compared with the present setting, or only show it "
+        "(default: save it if it is shown to be better).",
         "--save/--no-save",
         show_default=False,
     )
@@ -51,7 +51,7 @@ def tune(cli: Cli, options: TuneOptions) -> None:
     if options.undo:
         _undo(cli, home.settings, settings.model)
         return
-    source = _with_default(
+    source = _documents_or_samples(
         QuestionSource(
             data=options.data,
             docs=options.docs,
@@ -72,7 +72,7 @@ def tune(cli: Cli, options: TuneOptions) -> None:
     _finish(cli, found, settings, source, home.settings, options.save)
 
 
-def _with_default(source: QuestionSource) -> QuestionSource:
+def _documents_or_samples(source: QuestionSource) -> QuestionSource:
     """The user's own documents, or the samples if there are none."""
     if source.data is not None or source.docs is not None:
         return source
@@ -134,23 +134,23 @@ def _finish(
         save_choice(tuned_file(path), settings.model, best.method, best.ratio, measured)
     now = settings.read(path, overrides={"model": settings.model})
     in_force = now.method == best.method and best.ratio in (None, now.ratio)
-    last = _last_words(found, settings.model, saved, in_force)
-    cli.result(value, "\n".join([*_lines(found), *last]))
+    conclusion = _conclusion(found, settings.model, saved, in_force)
+    cli.result(value, "\n".join([*_table(found), *conclusion]))
 
 
-def _lines(found: "TuneResult") -> list[str]:
+def _table(found: "TuneResult") -> list[str]:
     head = f"{'method':<24}{'ratio':>7}{'KL':>9}{'95% interval':>20}{'TTFT ms':>9}{'questions':>11}"
     rows = sorted([*found.rows, *found.dropped], key=lambda row: row["kl"])
-    return [head, *(_line(row) for row in rows)]
+    return [head, *(_table_row(row) for row in rows)]
 
 
-def _line(row: dict[str, Any]) -> str:
+def _table_row(row: dict[str, Any]) -> str:
     ratio = "" if row["ratio"] is None else f"{100 * row['ratio']:g}%"
-    ends = "" if row["kl_ci"] is None else f"{row['kl_ci'][0]:.4f} to {row['kl_ci'][1]:.4f}"
-    return f"{row['method']:<24}{ratio:>7}{row['kl']:>9.4f}{ends:>20}{row['ttft_ms']:>9.0f}{row['n']:>11}"
+    interval = "" if row["kl_ci"] is None else f"{row['kl_ci'][0]:.4f} to {row['kl_ci'][1]:.4f}"
+    return f"{row['method']:<24}{ratio:>7}{row['kl']:>9.4f}{interval:>20}{row['ttft_ms']:>9.0f}{row['n']:>11}"
 
 
-def _last_words(found: "TuneResult", model: str, saved: bool, in_force: bool) -> list[str]:
+def _conclusion(found: "TuneResult", model: str, saved: bool, in_force: bool) -> list[str]:
     what = f"{found.best} for the model {model!r}"
     questions, minutes = plural(found.questions, "question"), f"{found.seconds / 60:.1f} minutes"
     lines = ["", f"{what}: {found.reason} ({questions}, {minutes})."]
@@ -176,11 +176,11 @@ def _undo(cli: Cli, path: Path, model: str) -> None:
         return
     from ragblend.measuring.variants import Variant
 
-    gone, now = undone
-    variant = Variant(gone.method, gone.ratio)
+    removed, now = undone
+    variant = Variant(removed.method, removed.ratio)
     current = "the defaults" if now is None else f"{Variant(now.method, now.ratio)} of {now.chosen_at}"
     value = {
-        "undone": {"method": gone.method, "ratio": gone.ratio},
+        "undone": {"method": removed.method, "ratio": removed.ratio},
         "now": None if now is None else {"method": now.method, "ratio": now.ratio},
     }
-    cli.result(value, f"Undone: {variant}, chosen at {gone.chosen_at}. Now: {current}.")
+    cli.result(value, f"Undone: {variant}, chosen at {removed.chosen_at}. Now: {current}.")

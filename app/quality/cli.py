@@ -40,7 +40,7 @@ def quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
     for skipped in results["settings"]["skipped"]:
         cli.note(f"left out  {skipped['reason']}")
     tables = quality_tables(results["rows"], results["comparisons"], results["tasks"], results["within"])
-    finish(cli, tables, results["rows"], results["files"])
+    print_results(cli, tables, results["rows"], results["files"])
     for text in warnings(results["rows"], results["settings"] | {"skipped": ()}):
         cli.note(text)
 
@@ -53,14 +53,14 @@ def ttft(cli: Cli, request: TtftRequest) -> None:
 
     results = report_ttft(engine_arguments(cli), request)
     value = {name: results[name] for name in ("rows", "environment")}
-    finish(cli, ttft_tables(results["rows"]), value, results["files"])
+    print_results(cli, ttft_tables(results["rows"]), value, results["files"])
 
 
 def engine_arguments(cli: Cli) -> dict[str, Any]:
     """The arguments of `Engine.open`, here and in child processes, as plain JSON values.
 
-    Options that are not given come from the settings. The collection is the benches' own: its name is in every key,
-    so a bench never touches the user's KV. All stored KV is loaded, so that no result depends on what is faster.
+    Options that are not given come from the settings. The benches have their own collection: its name is in every key,
+    so a bench never touches the user's KV. All stored KV is loaded, so that results do not depend on the disk's speed.
     """
     from ragblend.app.home import Home
     from ragblend.app.models import check_model
@@ -87,7 +87,7 @@ def settings_of(cli: Cli, **more: Any) -> "Settings":
     return Settings.read(Home.resolve(cli.home).settings, overrides=cli.overrides | more)
 
 
-def finish(cli: Cli, tables: "Sequence[Table]", value: Any, files: dict[str, str]) -> None:
+def print_results(cli: Cli, tables: "Sequence[Table]", value: Any, files: dict[str, str]) -> None:
     """Print the tables, name the written files, and print the value with --json."""
     from rich.console import Console
 

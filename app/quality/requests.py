@@ -1,4 +1,4 @@
-"""The options of `ragblend bench quality` and `bench ttft`, beside those of the questions (`sources`)."""
+"""The options of `ragblend bench quality` and `bench ttft`, except those that choose the questions (`sources`)."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -62,18 +62,18 @@ def report_quality(source: sources.QuestionSource, engine_arguments: Row, reques
     engine = open_engine(engine_arguments, "comparing methods")
     # Not the engine's: a shared engine has the codec that it was opened with last.
     kv_codec = engine_arguments.get("kv_codec") or "raw"
-    asked = request.max_new_tokens or (FIGURE_ANSWER_TOKENS if source.figures else None)
-    most_tokens = quality.answer_tokens(engine, loaded.questions, asked)
-    if source.skip:  # else `quality.run` names the first one before it measures anything
-        loaded = quality.fitting(engine, loaded, most_tokens)
-    journal = quality.open_journal(engine, folder, request.fresh, kv_codec, most_tokens)
+    wanted_tokens = request.max_new_tokens or (FIGURE_ANSWER_TOKENS if source.figures else None)
+    max_new_tokens = quality.answer_tokens(engine, loaded.questions, wanted_tokens)
+    if source.skip:  # else `quality.run` raises for a question that does not fit, before it measures anything
+        loaded = quality.fitting(engine, loaded, max_new_tokens)
+    journal = quality.open_journal(engine, folder, request.fresh, kv_codec, max_new_tokens)
     with progress_bar("measuring") as progress:
         quality.run(
             engine,
             loaded.questions,
             variants,
             journal,
-            max_new_tokens=most_tokens,
+            max_new_tokens=max_new_tokens,
             seed=seed,
             keep_kv=request.keep_kv,
             progress=progress,
@@ -98,7 +98,7 @@ def report_quality(source: sources.QuestionSource, engine_arguments: Row, reques
             "resumed_records": journal.resumed,
             "instruction": quality.INSTRUCTION,
             "skipped": [asdict(each) for each in loaded.skipped],
-            "max_new_tokens": most_tokens,
+            "max_new_tokens": max_new_tokens,
         },
     }
     return write_report(folder, results)
@@ -139,24 +139,24 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
         repeats=request.repeats,
     )
     if request.data is None:
-        source = sources.sample_source()
+        text = sources.sample_text()
     else:
         questions = load(request.data, skip=True).questions
-        source = "\n\n".join(passage for question in questions for passage in question.passages)
+        text = "\n\n".join(passage for question in questions for passage in question.passages)
     folder = make_folder(request.output)
     memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
     # No tier on the device: copying to it after an answer would be timed with the next one.
     tiers = {"memory_budget_bytes": memory_bytes, "device_budget_bytes": 0}
     engine = open_engine(engine_arguments, "measuring the device", **tiers)
     # The child process has to open the same home and device that this one chose.
-    found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
-    child = engine_arguments | found if request.memory else None
+    chosen = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
+    child = engine_arguments | chosen if request.memory else None
     model_digest(engine)  # raises at once for a model that cannot be fused
     with retriever(engine.home) as retrieve, progress_bar("prefilling") as progress:
-        rows = ttft.run(engine, source, plan, retrieve, child, progress, partial(_write_timelines, folder))
-    where = environment(engine)
-    title = f"Time to the first token: {where['model']}, {where['dtype']} on {where['gpu'] or where['cpu']}"
-    results = {"rows": rows, "environment": where}
+        rows = ttft.run(engine, text, plan, retrieve, child, progress, partial(_write_timelines, folder))
+    machine = environment(engine)
+    title = f"Time to the first token: {machine['model']}, {machine['dtype']} on {machine['gpu'] or machine['cpu']}"
+    results = {"rows": rows, "environment": machine}
     write_json(folder / "ttft.json", results)
     plot_ttft(rows, title, folder / "ttft.png")
     return results | {"files": {kind: str(folder / f"ttft.{kind}") for kind in ("json", "png")}}
@@ -164,7 +164,7 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
 
 @contextmanager
 def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
-    """Retrieval from the documents of that home, with its models loaded; None if nothing was ingested."""
+    """A function that retrieves from the documents of that home, its models loaded; None if nothing was ingested."""
     from ragblend.app.answering.retrieval import search
     from ragblend.app.workspace import Workspace
 

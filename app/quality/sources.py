@@ -12,7 +12,7 @@ from ragblend.measuring.figure_questions import figure_questions
 
 ALL_DOCUMENTS = "all"
 PASSAGE_WORDS = 220  # of the samples' passages
-PASSAGES = 6
+PASSAGES = 6  # of a sample question
 FIGURE_SETS = 25
 
 
@@ -34,7 +34,7 @@ class QuestionSource:
         "Generated questions about figures, 8 per set of passages, in 2 orders; nearly 400 without --limit.",
         "--figures",
     )
-    collection: str | None = option(None, "Of --docs; as in the settings if absent.")
+    collection: str | None = option(None, "Collection of --docs (default: as in the settings).")
     limit: int | None = option(None, "How many questions; all if absent.")
     seed: int | None = option(None, "Shuffles the questions, and seeds the intervals' bootstrap.", min=0)
     passages: int | None = option(None, "Only the first N passages of each question.")
@@ -58,14 +58,15 @@ def read(source: QuestionSource) -> Loaded:
         raise UsageError("--data, --docs and --figures name different questions; give one of them")
     choose([], source.limit, source.seed, source.passages)  # refuses wrong values before anything is read
     if source.figures:  # not shuffled: the questions of a set must follow each other
-        made = choose(figure_questions(FIGURE_SETS, seed=source.seed or 0), passages=source.passages)
-        once = without_repeats(made)
-        return Loaded(choose(once.questions, source.limit), once.skipped)
+        generated = choose(figure_questions(FIGURE_SETS, seed=source.seed or 0), passages=source.passages)
+        distinct = without_repeats(generated)
+        return Loaded(choose(distinct.questions, source.limit), distinct.skipped)
     found = _load(source)
     # Questions from documents already have the requested passages, and all that they need.
     passages = None if source.docs is not None else source.passages
-    once = without_repeats(choose(found.questions, passages=passages))
-    return Loaded(choose(once.questions, source.limit, source.seed), (*found.skipped, *once.skipped))
+    distinct = without_repeats(choose(found.questions, passages=passages))
+    skipped = (*found.skipped, *distinct.skipped)
+    return Loaded(choose(distinct.questions, source.limit, source.seed), skipped)
 
 
 def _load(source: QuestionSource) -> Loaded:
@@ -103,7 +104,7 @@ def ingested(source: QuestionSource) -> list[list[str]]:
     return found
 
 
-def sample_source() -> str:
+def sample_text() -> str:
     """The text of all sample documents, one after another."""
     return "\n\n".join(text for _, text in sample_documents())
 
@@ -116,18 +117,18 @@ def sample_questions() -> list[Question]:
 
 
 def _question(number: int, question: samples.SampleQuestion, passages: list[tuple[str, str]]) -> Question:
-    mixed = list(passages)
-    random.Random(question.question).shuffle(mixed)
+    ordered = list(passages)
+    random.Random(question.question).shuffle(ordered)
     # First those of the right documents that contain an answer, then the rest of these documents, then all others.
-    mixed.sort(key=lambda passage: _distance(question, passage))
-    chosen = mixed[:PASSAGES]
+    ordered.sort(key=lambda passage: _rank(question, passage))
+    chosen = ordered[:PASSAGES]
     random.Random(question.question).shuffle(chosen)
     texts = tuple(f"{title}\n{text.strip()}" for title, text in chosen)
     place = f"the samples, question {number}"
     return Question(number, question.question, texts, tuple(question.answers), where=place)
 
 
-def _distance(question: samples.SampleQuestion, passage: tuple[str, str]) -> int:
+def _rank(question: samples.SampleQuestion, passage: tuple[str, str]) -> int:
     title, text = passage
     if title not in question.documents:
         return 2

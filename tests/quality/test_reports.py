@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from ragblend.app.quality.sources import PASSAGES, sample_questions, sample_source
+from ragblend.app.quality.sources import PASSAGES, sample_questions, sample_text
 from ragblend.measuring.data import Question
 from ragblend.measuring.plots import pareto, plot_quality
 from ragblend.measuring.records import Record
@@ -166,4 +166,4 @@ def test_sample_questions_have_a_passage_with_an_answer() -> None:
         text = " ".join(question.passages).lower()
         assert any(answer.lower() in text for answer in question.answers), question.text
     assert sample_questions() == questions  # mixed the same way every time: records are kept under them
-    assert len(sample_source().split()) > 3000
+    assert len(sample_text().split()) > 3000

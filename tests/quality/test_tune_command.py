@@ -92,11 +92,11 @@ def test_a_stopped_tuning_changes_nothing_and_is_resumed(command, few, home, ctr
 
 
 def test_without_documents_the_samples_are_used(home) -> None:
-    from ragblend.app.cli.tune import _with_default
+    from ragblend.app.cli.tune import _documents_or_samples
     from ragblend.app.quality.sources import QuestionSource
 
-    assert _with_default(QuestionSource(home=home)).name == "samples"
-    assert _with_default(QuestionSource(home=home, docs="x")).docs == "x"
+    assert _documents_or_samples(QuestionSource(home=home)).name == "samples"
+    assert _documents_or_samples(QuestionSource(home=home, docs="x")).docs == "x"
 
 
 @pytest.mark.parametrize(
