@@ -31,7 +31,7 @@ Trace = Annotated[
         rich_help_panel=ADVANCED,
     ),
 ]
-LISTED = 50
+MAX_LISTED = 50
 MAX_ID_DIGITS = 18  # of a conversation's number; SQLite's largest id has 19
 
 
@@ -60,7 +60,7 @@ def ask(
         name, find = workspace.settings.collection, workspace.library.find
         only = tuple(find(name, each, cli.folder).id for each in document or ())
         answer = _print_answer(cli, conversations.answer(question, AskOptions(documents=only)))
-        if trace is not None:  # first: with --json an error is the one object that is printed
+        if trace is not None:  # before the result, because with --json an error is printed instead of it
             _write_trace(cli, answer, trace)
         cli.result(answer.to_json(), sources_text(answer.sources))
         note_larger_models(cli, workspace)
@@ -117,8 +117,8 @@ def chat(
     ] = None,
     go_on: Annotated[bool, typer.Option("--continue", "-c", help="Continue the latest one.")] = False,
     no_save: Annotated[bool, typer.Option("--no-save", help="Do not save the conversation.")] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="List the conversations, and end.")] = False,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete that conversation, and end.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="List the conversations, and exit.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete that conversation, and exit.")] = False,
     collection: Collection = None,
 ) -> None:
     """Ask one question after another in the terminal; an empty line or Ctrl-D ends it.
@@ -162,13 +162,13 @@ def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
         cli.note(f"{note} Name a larger one with --model.")
     from ragblend.app.answering.conversation import Conversations
 
-    workspace.engine.prefetch(())  # the model is loaded beside the embedder
+    workspace.engine.prefetch(())  # loads the model while the embedder is loaded here
     workspace.embedder.load()
     return Conversations(workspace.workspaces)
 
 
 def sources_text(sources: Sequence[AnswerSource]) -> str:
-    """A line a source; empty without sources."""
+    """One line per source; "" if there are none."""
     lines = [f"  [{source.number}] {on_one_line(source.label)} ({source.score:.2f})" for source in sources]
     return "\n".join(["", "Sources:", *lines]) if lines else ""
 
@@ -200,7 +200,7 @@ def _chat_and_save(
         _print_turn(cli, conversations.ask(chat_id, question), {"chat": chat_id})
     if chat_id is not None and earlier is None:
         cli.note(
-            f"Kept. `ragblend chat {chat_id}` continues it, `ragblend chat --delete {chat_id}` deletes it."
+            f"Saved. `ragblend chat {chat_id}` continues it, `ragblend chat --delete {chat_id}` deletes it."
         )
 
 
@@ -227,7 +227,7 @@ def _find_chat(chats: "Chats", wanted: str | None) -> "Chat":
 
 
 def _print_chats(cli: Cli, chats: "Chats") -> None:
-    listed, total = chats.page(limit=LISTED)
+    listed, total = chats.page(limit=MAX_LISTED)
     lines = [
         f"{one.id:>5}  {one.updated_at[:16].replace('T', ' ')}  {plural(one.messages, 'message'):>12}  {one.title}"
         for one in listed
@@ -254,7 +254,7 @@ def _print_answer(cli: Cli, turn: "AnswerStream") -> Answer:
         except KeyboardInterrupt:
             if not cli.json:
                 print(file=cli.out)
-            raise Cancelled("Interrupted: the answer ends here, before its end.") from None
+            raise Cancelled("Interrupted: the answer is incomplete.") from None
         if not cli.json:
             print(with_marks(turn.text, turn.all_sources).removeprefix(shown), file=cli.out)
     _print_notes(cli, turn.answer)

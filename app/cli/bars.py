@@ -45,12 +45,12 @@ def encoding_bar(cli: Cli) -> Iterator[Callable[["KvProgress"], None]]:
     """A bar for encoding KV, with speed and remaining time; each phase is noted once. Yields its callback."""
     with _bars(cli.terminal) as bars:
         task = bars.add_task(f"{LABELS['encode']:<11}", total=None, visible=False, name="")
-        told: set[str] = set()
+        noted: set[str] = set()
 
         def show(kv: "KvProgress") -> None:
-            if kv.phase not in told:
-                told.add(kv.phase)
-                cli.note(PREPARING.get(kv.phase) or plan(kv))
+            if kv.phase not in noted:
+                noted.add(kv.phase)
+                cli.note(PREPARING.get(kv.phase) or _encoding_note(kv))
             if kv.phase == "encoding":
                 speed = f"{kv.tokens_per_s:,.0f} tokens/s" if kv.tokens_per_s else ""
                 name = f"{speed}  {kv.document.rpartition('/')[2]}"
@@ -59,8 +59,8 @@ def encoding_bar(cli: Cli) -> Iterator[Callable[["KvProgress"], None]]:
         yield show
 
 
-def plan(kv: "KvProgress") -> str:
-    """The space that the KV needs, and the free space."""
+def _encoding_note(kv: "KvProgress") -> str:
+    """How much disk the KV needs, and how much the budget has left."""
     fits = kv.nbytes <= kv.room_bytes
     room = "all of it fits" if fits else f"the first {kv.room_bytes / kv.nbytes:.0%} fit"
     return (

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from ragblend.app.workspace import Workspace
 
 Command = Callable[..., int | None]
-FORWARDED: dict[str, Command] = {}  # by name: run by the process that has the home open, if there is one
-UNENCRYPTED = "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
-ADVANCED = "Advanced"  # what is seldom needed, in the help of a command
+# By name: the commands that run in the process that has the home open, if there is one.
+FORWARDED: dict[str, Command] = {}
+UNENCRYPTED = (
+    "It is served without encryption: on a network you do not trust, put a proxy with TLS in front of it."
+)
+ADVANCED = "Advanced"  # the help's group of options that are seldom needed
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -64,7 +67,8 @@ class PromptOptions:
     )
     ratio: str | None = option(
         None,
-        f"Share of the stored tokens to recompute, or `auto`: what loading hides (default: {DEFAULT_RATIO}).",
+        "Share of the stored tokens to recompute, or `auto`: as many as fit into the loading time "
+        f"(default: {DEFAULT_RATIO}).",
         parser=parse_ratio,
         advanced=True,
     )
@@ -82,7 +86,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class AnswerOptions(PromptOptions):
-    """How a question's passages are found and it is answered: settings for one command."""
+    """How passages are found and the question is answered: settings for one command."""
 
     search: str | None = option(
         None,
@@ -115,11 +119,11 @@ class Terminal:
         return sys.stdin.readline()
 
     def check(self) -> bool:
-        """Raise KeyboardInterrupt if a remote user has interrupted the command; else return False."""
+        """An `is_cancelled` callback: raise KeyboardInterrupt if a remote user has interrupted the command."""
         return False
 
     def stopping(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within the block, call stop() when a remote user interrupts; leaving it then raises KeyboardInterrupt."""
+        """If a remote user interrupts within the block, call stop(), and raise KeyboardInterrupt at the block's end."""
         return contextlib.nullcontext()
 
 
@@ -135,7 +139,7 @@ class CommandHost:
     environment: Mapping[str, str]
 
     def workspace(self, overrides: dict[str, Any]) -> "Workspace":
-        """As `Workspace.open`. Raises UsageError if a setting of the whole process would have to differ."""
+        """The workspace for a command. Raises UsageError if the command asks for another value of a process setting."""
         from ragblend.app.settings import PROCESS_SETTINGS, Settings
 
         spaces = self.services.workspaces
@@ -143,15 +147,15 @@ class CommandHost:
         here = {name: getattr(spaces.settings, name) for name in PROCESS_SETTINGS}
         for name, value in here.items():
             asked = getattr(wanted, name)
-            if self._normal(name, asked, self.folder) != self._normal(name, value, Path.cwd()):
-                has, asks = ("left to the default" if each is None else repr(each) for each in (value, asked))
+            if self._comparable(name, asked, self.folder) != self._comparable(name, value, Path.cwd()):
+                has, asks = ("the default" if each is None else repr(each) for each in (value, asked))
                 raise UsageError(
-                    f"Process {os.getpid()} has the home {spaces.home.root} open, with {name} {has}; this command asks "
-                    f"for {asks}. Leave that out, or end the process and run this again."
+                    f"Process {os.getpid()} has the home {spaces.home.root} open, and its {name} is {has}; this "
+                    f"command asks for {asks}. Leave that out, or end the process and run this again."
                 )
         return spaces.with_settings(wanted.changed(here)).first
 
-    def _normal(self, name: str, value: Any, folder: Path) -> Any:
+    def _comparable(self, name: str, value: Any, folder: Path) -> Any:
         """A form in which equal settings compare equal: absolute paths, the default device by its name."""
         if name == "model" and value != "default":
             path = os.path.join(folder, os.path.expanduser(value))
@@ -283,23 +287,23 @@ def typer_callback(function: Command, forwarded: bool = False) -> Callable[..., 
     name = getattr(function, "__name__", "")
     if forwarded:
         FORWARDED[name] = function
-    options = {each: _option_parameters(kind) for each, kind in reversed(classes.items())}  # common ones last
+    options = {each: _option_parameters(kind) for each, kind in reversed(classes.items())}  # `Cli`'s last
 
     def run(**values: Any) -> None:
-        told = {each: {one.name: values.pop(one.name) for one in options[each]} for each in classes}
-        given = {each: kind(**told[each]) for each, kind in classes.items()}
+        packed = {each: {one.name: values.pop(one.name) for one in options[each]} for each in classes}
+        given = {each: kind(**packed[each]) for each, kind in classes.items()}
         cli: Cli = given["cli"]
         # With --json, whatever a library prints goes to stderr; `Cli.out` still is the real stdout.
-        aside = contextlib.redirect_stdout(sys.stderr) if cli.json else contextlib.nullcontext()
+        library_output = contextlib.redirect_stdout(sys.stderr) if cli.json else contextlib.nullcontext()
         try:
             root = Home.resolve(cli.home).root
             channel = remote.connect(root) if forwarded else None
             if channel is None:
-                with aside:
+                with library_output:
                     code = function(**given, **values) or 0
             else:
                 with channel:
-                    code = remote.run(channel, root, name, told | values, cli.out)
+                    code = remote.run(channel, root, name, packed | values, cli.out)
         except KeyboardInterrupt:
             raise Cancelled("Interrupted.") from None
         if code:

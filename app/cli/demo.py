@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 3
 ANSWER_TOKENS = 24
-SAME = "The two answers are the same."
-DIFFERENT = (
+SAME_ANSWERS = "The two answers are the same."
+DIFFERENT_ANSWERS = (
     "The two answers differ: fusing recomputes only a part of the prompt, so its result is close, not equal."
 )
 
@@ -47,17 +47,17 @@ def demo(cli: Cli) -> None:
         cli.result({**value, "speedup": speedup(full, fused)}, text)
 
 
-def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
-    """Both answers, each of the round with the median time to first token, after a warm-up."""
+def compare(conversations: "Conversations", question: str) -> tuple[Answer, Answer]:
+    """The answer by full prefill and the fused one, each with its median time to first token, after a warm-up."""
     from ragblend.app.answering.conversation import AskOptions
 
     fused_options, full_options = AskOptions(), AskOptions(method="full")
-    talks.warm_up()
-    talks.answer(question, fused_options).whole()
+    conversations.warm_up()
+    conversations.answer(question, fused_options).whole()
     full, fused = [], []
     for _ in range(ROUNDS):  # alternating, so that a slower minute of the machine affects both
-        full.append(talks.answer(question, full_options).whole())
-        fused.append(talks.answer(question, fused_options).whole())
+        full.append(conversations.answer(question, full_options).whole())
+        fused.append(conversations.answer(question, fused_options).whole())
     full_median, fused_median = (
         sorted(each, key=lambda answer: answer.ttft_ms)[ROUNDS // 2] for each in (full, fused)
     )
@@ -74,7 +74,7 @@ def _comparison_text(workspace: "Workspace", question: str, full: Answer, fused:
     home = workspace.home.root
     ratio = "" if fused.report.ratio is None else f", ratio {fused.report.ratio:.2f}"
     note = workspace.settings.style.note
-    verdict = SAME if full.text == fused.text else DIFFERENT
+    verdict = SAME_ANSWERS if full.text == fused.text else DIFFERENT_ANSWERS
     return f"""
 Question: {question}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def ingest(
     cli: Cli,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.")],
-    collection: Annotated[str | None, typer.Option(help="Which collection to put them in.")] = None,
+    collection: Annotated[str | None, typer.Option(help="Collection to put them in.")] = None,
     embedder: Annotated[
         str | None,
         typer.Option(
@@ -86,7 +86,7 @@ def _print_report(cli: Cli, report: "IngestReport") -> None:
             "Gone files still answer questions; `ragblend ingest --prune` removes them from the library."
         )
     if report.interrupted:
-        cli.note("Interrupted. What is done is kept; run the same command again to go on.")
+        cli.note("Interrupted. What is done is kept; run the same command again to continue.")
     if report.notice:
         cli.note(report.notice)
     kinds = ("added", "updated", "resumed", "unchanged", "failed", "skipped", "pruned")

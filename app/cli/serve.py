@@ -52,11 +52,11 @@ def serve(cli: Cli, options: ServerOptions) -> None:
     from ragblend.app.services import AppServices
 
     with AppServices.open(cli.home, **cli.overrides) as services:
-        known = Keys(services.workspaces.home.root)
-        require_key_if_reachable(options.host, options.allow_host, known)
-        origins = check_origins(options.allow_origin, known)
+        api_keys = Keys(services.workspaces.home.root)
+        require_key_if_reachable(options.host, options.allow_host, api_keys)
+        origins = check_origins(options.allow_origin, api_keys)
         with listening(options.host, options.port, options.allow_host) as (address, socket):
-            is_open = address.is_private and not known.clients()
+            needs_no_key = address.is_private and not api_keys.clients()
 
             def ready() -> None:
                 url = f"{address.url}v1"
@@ -65,7 +65,7 @@ def serve(cli: Cli, options: ServerOptions) -> None:
                 cli.note(
                     "No API key is set: any program on this machine can use the server. Add one with "
                     "`ragblend keys add NAME`."
-                    if is_open
+                    if needs_no_key
                     else "Clients need an API key; `ragblend keys add NAME` makes one."
                 )
                 if not address.is_loopback:
@@ -74,7 +74,7 @@ def serve(cli: Cli, options: ServerOptions) -> None:
             limits = Limits(options.max_requests, answer_s=options.timeout, hang_s=options.hang)
             with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
                 upload_bytes = options.max_upload_mib * MIB
-                run(services, address, socket, known, ready, limits, upload_bytes, origins)
+                run(services, address, socket, api_keys, ready, limits, upload_bytes, origins)
 
 
 def list_keys(cli: Cli, context: typer.Context) -> None:
@@ -112,21 +112,21 @@ def add_key(
         raise UsageError(
             "--owner may use every collection, --collection limits it to one; give one of the two"
         )
-    known = _keys(cli)
+    api_keys = _keys(cli)
     with cli.open() as workspace:
-        spaces = workspace.workspaces
-        if not collection and not owner and name in spaces.names():
+        workspaces = workspace.workspaces
+        if not collection and not owner and name in workspaces.names():
             raise UsageError(
                 f"There is a collection {name!r}, which other keys may use. Choose another name for the key, or "
                 f"share it with --collection {name}"
             )
-        if name == OWNER.name or name in known.names():
+        if name == OWNER.name or name in api_keys.names():
             raise UsageError(f"There is a key {name!r} already. Choose another name.")
         for each in () if owner else collection or [name]:
-            if each not in spaces.names():
-                spaces.create(each)
+            if each not in workspaces.names():
+                workspaces.create(each)
     client = Client(name, () if owner else tuple(collection or [name]))
-    key = known.add(client)
+    key = api_keys.add(client)
     cli.result({"name": name, "key": key, "collections": list(client.collections)}, key)
     cli.note("It is not shown again: only its hash is kept.")
 

@@ -19,7 +19,7 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 
 @command(store)
 def stats(cli: Cli, collection: Collection = None) -> None:
-    """Show what is stored, its size, and hits and misses of each tier: since the start, and of this process."""
+    """Show what is stored, its size, and the hits and misses of each tier, in all and of this process."""
     from ragblend.app.library.maintenance import stats_value
 
     with cli.open_collection(collection) as workspace:
@@ -29,9 +29,9 @@ def stats(cli: Cli, collection: Collection = None) -> None:
             "documents": len(workspace.library.documents(name)),
             "passages": workspace.library.count_passages(name),
         }
-    share = f"{size(value['bytes'])} of {size(value['budget_bytes'])}"
+    used = f"{size(value['bytes'])} of {size(value['budget_bytes'])}"
     documents, passages = plural(holdings["documents"], "document"), plural(holdings["passages"], "passage")
-    text = f"{plural(value['entries'], 'KV value')}, {share}; {documents}, {passages}; evicts by {value['policy']}"
+    text = f"{plural(value['entries'], 'KV value')}, {used}; {documents}, {passages}; evicts by {value['policy']}"
     lines = [f"{tier}: {_tier_text(counts)}" for tier, counts in value["tiers"].items()]
     if "remote" in value:
         lines.append(_remote_text(value["remote"]))
@@ -48,9 +48,9 @@ def _remote_text(remote: dict[str, Any]) -> str:
 def _tier_text(tier: dict[str, Any]) -> str:
     process: dict[str, int] = tier["this_process"]
     counts = ", ".join(f"{tier[name]:,} {name}" for name in process)
-    now = ", ".join(f"{count:,} {name}" for name, count in process.items() if count)
+    of_process = ", ".join(f"{count:,} {name}" for name, count in process.items() if count)
     held = f"{size(tier['bytes'])} of {size(tier['budget_bytes'])}; " if "bytes" in tier else ""
-    return f"{held}{counts}" + (f" (this process: {now})" if now else "")
+    return f"{held}{counts}" + (f" (this process: {of_process})" if of_process else "")
 
 
 @command(store)
@@ -87,7 +87,7 @@ def repair(cli: Cli, collection: OneOrAll = None) -> None:
 
 @command(store)
 def gc(cli: Cli) -> None:
-    """Remove files that nothing refers to, quarantined ones, and KV beyond the budget, which a full disk lowers."""
+    """Remove files that nothing refers to, quarantined files, and KV beyond the budget, which a full disk lowers."""
     from ragblend.app.library.removal import finish_deletions
 
     with cli.open() as workspace, workspace.workspaces.writing():
@@ -98,9 +98,9 @@ def gc(cli: Cli) -> None:
         remote = workspace.store.remote
         shared = {} if remote is None else {"swept": remote.sweep()}
     freed = report.bytes + deleted
-    more = f"; {plural(shared['swept'], 'expired value')} of the shared store" if shared else ""
+    more = f" and {plural(shared['swept'], 'expired value')} of the shared store" if shared else ""
     value = {"files": report.files, "bytes": freed} | shared
-    cli.result(value, f"{plural(report.files, 'file')}, {size(freed)}{more}")
+    cli.result(value, f"removed {plural(report.files, 'file')}{more}; {size(freed)} freed")
 
 
 def doctor(
@@ -138,7 +138,7 @@ def _profile(cli: Cli) -> int:
         f"{count:>6} new tokens  " + "".join(f"{row[column]:>9,.0f} ms" for row in grid.prefill_ms)
         for column, count in enumerate(grid.new_tokens)
     ]
-    head = "behind             " + "".join(f"{count:>9,} t " for count in grid.cached_tokens)
+    head = "cached tokens      " + "".join(f"{count:>9,} t " for count in grid.cached_tokens)
     tiers = [f"{tier.name}: {tier.bytes_per_s / 1e6:,.0f} MB/s" for tier in measured.tiers]
     lines = [f"Measured {measured.about}:", head, *rows, f"Reads: {', '.join(tiers)}"]
     cli.result(asdict(measured), "\n".join([*lines, "Saved. `ask --ratio auto` uses it."]))

@@ -22,8 +22,8 @@ from ragblend.engine.model.checkpoints import DEFAULT, DEFAULT_PACKAGE
 from ragblend.kvstore.errors import UsageError
 
 MIB = 1 << 20
-# Imported by name: the ui package is above the app, and imports run down only.
-PAGE, PASSWORD = "ragblend.ui.serving", "ragblend.ui.password"
+# Imported by name: the app must not import the ui package, which is above it.
+PAGE_MODULE, PASSWORD_MODULE = "ragblend.ui.serving", "ragblend.ui.password"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PageOptions:
         False, "Log out every browser that used the old link.", "--new-link", advanced=True
     )
     set_password: bool = option(
-        False, "Ask for the page's password, save its hash, and end.", "--set-password"
+        False, "Ask for the page's password, save its hash, and exit.", "--set-password"
     )
 
 
@@ -52,7 +52,7 @@ def up(
 ) -> int:
     """Everything in one command: install the offline demo if there is no model, then serve the page and read FOLDER."""
     if folder is not None and not folder.exists():
-        raise UsageError(f"Reading {folder}: it is not there. Name a folder or file that exists.")
+        raise UsageError(f"Reading {folder}: it does not exist. Name an existing folder or file.")
     check_page()
     if options.set_password:
         return _set_password(cli)
@@ -79,16 +79,16 @@ def check_page() -> None:
 
 def serve_page(cli: Cli, options: PageOptions, folder: Path | None = None) -> int:
     """Serve the page until it is interrupted. folder: read in the background, into the default collection."""
-    serving: Any = import_module(PAGE)
+    serving: Any = import_module(PAGE_MODULE)
     from ragblend.app.serve.listening import listening
     from ragblend.app.services import AppServices
 
     with (
         AppServices.open(cli.home, **cli.overrides) as services,
-        listening(options.host, options.port, options.allow_host, serving.PORTS_TRIED) as (address, at),
+        listening(options.host, options.port, options.allow_host, serving.PORTS_TRIED) as (address, listener),
     ):
-        entrance = serving.open_login(services.workspaces.home.root, address, options.new_link)
-        link = f"{address.url}?token={entrance.token}"
+        login = serving.open_login(services.workspaces.home.root, address, options.new_link)
+        link = f"{address.url}?token={login.token}"
 
         def ready(landing_folder: Path) -> None:
             services.start()
@@ -104,7 +104,7 @@ def serve_page(cli: Cli, options: PageOptions, folder: Path | None = None) -> in
                 threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
 
         with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
-            serving.serve(services, address, at, entrance, ready, options.max_upload_mib * MIB)
+            serving.serve(services, address, listener, login, ready, options.max_upload_mib * MIB)
     return 0
 
 
@@ -116,6 +116,6 @@ def _set_password(cli: Cli) -> int:
             return 1
     else:
         first = sys.stdin.readline().rstrip("\n")
-    import_module(PASSWORD).save_password(cli.create_home().root, first)
-    cli.result({"ok": True}, "Kept. `ragblend ui --host ADDRESS` asks for it.")
+    import_module(PASSWORD_MODULE).save_password(cli.create_home().root, first)
+    cli.result({"ok": True}, "Saved. `ragblend ui --host ADDRESS` asks for it.")
     return 0

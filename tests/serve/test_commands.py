@@ -206,9 +206,7 @@ def test_ctrl_c_cancels_the_answer_in_the_host(home) -> None:
         assert process.stdout.read(1), process.communicate()
         process.send_signal(signal.SIGINT)
         _, notes = process.communicate(timeout=SOON_S)
-        assert process.returncode == 1 and notes.endswith(
-            "Interrupted: the answer ends here, before its end.\n"
-        )
+        assert process.returncode == 1 and notes.endswith("Interrupted: the answer is incomplete.\n")
         with services.workspaces.first.engine.runtime.queue.turn():
             pass
 
