@@ -46,7 +46,7 @@ class AppServices(Closing):
 
     def start(self) -> None:
         """Start the ingest queue and the watcher, and mark answers that a killed process left unfinished."""
-        self.chats.end_unfinished()
+        self.chats.mark_interrupted()
         self.deletions.start()
         self.jobs.start()
         self.watching.start()

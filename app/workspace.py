@@ -224,7 +224,7 @@ class Workspaces(Closing):
         with NodeIndex.open(self.home.nodes) as nodes:
             erased = nodes.erase()
         if self.home.chats.exists():
-            erased = self.chats.forget_removed(self.library.known) and erased
+            erased = self.chats.erase_deleted_texts(self.library.known) and erased
         erased = self.library.erase() and erased
         for collection in unerased:
             known = self.library.embedder(collection)

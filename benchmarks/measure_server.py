@@ -37,7 +37,7 @@ from benchmarks.filler import Notes, names
 from ragblend.app.serve.keys import Client, Keys
 from ragblend.app.services import AppServices
 from ragblend.engine.decoding.implementations import DecodeComparison
-from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
+from ragblend.engine.prompts.tokenizing import PASSAGES_HEADING, SEPARATOR, SYSTEM_MESSAGE
 
 WAIT_S = 600.0
 BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of a passage
@@ -212,7 +212,9 @@ class Soak:
     def _prompt(self, name: str, swapped: bool) -> str:
         """A prompt with RAGBlend's own prefix, so that its passages can be a path of the knowledge tree."""
         passages = SEPARATOR.join(self.passages[name][:: -1 if swapped else 1])
-        return f"{OPENING}{passages}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+        return (
+            f"{PASSAGES_HEADING}{passages}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+        )
 
     def _varied_prompt(self, name: str, draw: random.Random) -> str:
         return f"{self._prompt(name, draw.random() < 0.5)} Note {draw.random()}."
@@ -226,7 +228,7 @@ class Soak:
         cancel_after: int | None = None,
     ) -> str:
         """The answer, or its first pieces if it is cancelled. Raises ValueError for a stream without a proper end."""
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        messages = [{"role": "system", "content": SYSTEM_MESSAGE}, {"role": "user", "content": text}]
         body = self.server.body(text, messages=messages, max_tokens=TOKENS, stream=True, **method)
         pieces: list[str] = []
         async with client.stream(

@@ -9,7 +9,14 @@ from ragblend.engine.config import Report
 
 # The engine's timings that are copied to the JSON; retrieval, ttft and total are added here.
 ENGINE_TIMES = ("load_ms", "stall_ms", "move_ms", "select_ms", "prefill_ms")
-SOURCE_KEYS = ("number", "node_id", "document", "location", "score", "text")  # of a source in the JSON
+SOURCE_KEYS = (
+    "number",
+    "node_id",
+    "document",
+    "location",
+    "score",
+    "text",
+)  # the fields of a source in the JSON
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Answer:
     """One answered question. retrieve_ms is included in the time to first token and the total time.
 
     notice: what the user must know, such as passages that did not fit; None if there is nothing. citations: those that
-    the page shows, as `Citation.to_json` has them.
+    the page shows, each as `Citation.to_json` returns it.
     """
 
     text: str
@@ -75,7 +82,7 @@ class Answer:
 
     @property
     def ttft_ms(self) -> float:
-        """From the question to the first token, with models loaded: retrieval, prefill, first token."""
+        """The time from the question to the first token, once the models are loaded: retrieval and prefill."""
         return self.retrieve_ms + self.report.timings.ttft_ms
 
     def to_json(self) -> dict[str, Any]:

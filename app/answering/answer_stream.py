@@ -1,4 +1,4 @@
-"""A streamed answer: its pieces, stopping it, and saving it whatever happens."""
+"""A streamed answer: yields its text, can be stopped, and is saved even if it is stopped or fails."""
 
 import threading
 import time
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ragblend.app.answering.answer import Answer, AnswerSource, unsupported_notice
 from ragblend.app.answering.breakdown import breakdown_of
 from ragblend.app.answering.chats import UNFINISHED, ChatMessage, Chats
-from ragblend.app.answering.citations import cite, marks_in
+from ragblend.app.answering.citations import bracketed_numbers, cite
 from ragblend.app.answering.context import PromptContext
-from ragblend.app.answering.support import in_digits, names
+from ragblend.app.answering.support import names, number_words_to_digits
 from ragblend.app.database import now
 from ragblend.app.settings import Settings
 from ragblend.app.words import plural
@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     from ragblend.engine.interface import EngineInterface
     from ragblend.engine.results import Result, Stream
 
-UNSAVED = -1
-SAVE_EVERY_S = 0.5  # a kill loses at most so much of an answer that was shown
+UNSAVED_ID = -1  # of a message that is not stored
+SAVE_EVERY_S = 0.5  # a killed process loses at most this much of the answer that the user has seen
 
 
 @dataclass(frozen=True)
 class PreparedQuestion:
-    """A question with its prompt. context: None if nothing was found; then notice is the answer."""
+    """A question with its prompt.
+
+    context: None if nothing was found (then notice is the answer), and for a summary, which has prompts of its own.
+    """
 
     question: ChatMessage
     settings: Settings
@@ -47,30 +50,36 @@ class PreparedQuestion:
 
 
 class AnswerStream(Closing):
-    """Iterate it for pieces of text; afterwards `message` is the stored message, and `answer` has the cost.
+    """A streamed answer: iterate over it for pieces of text; at the end `message` is stored and `answer` is complete.
 
-    question, sources and notice are available at once. The text is saved twice a second, so that a kill does not lose
-    it; a stopped answer is saved as far as it came. An error is stored as `message.report["error"]` and raised by the
+    question, sources and notice are available at once. The text is saved twice a second, in case the process is killed;
+    of a stopped answer the text so far is saved. An error is stored as `message.report["error"]` and raised by the
     iteration. Without `chats` nothing is saved.
     """
 
     def __init__(
-        self, asked: PreparedQuestion, engine: "EngineInterface", stream: "Stream | None", chats: Chats | None
+        self,
+        prepared: PreparedQuestion,
+        engine: "EngineInterface",
+        stream: "Stream | None",
+        chats: Chats | None,
     ) -> None:
-        self._asked, self._engine, self._stream, self._chats = asked, engine, stream, chats
-        self.question, self.sources = asked.question, asked.context.sources if asked.context else ()
-        self.notice = asked.notice if stream is not None else None
+        self._prepared, self._engine, self._stream, self._chats = prepared, engine, stream, chats
+        self.question, self.sources = prepared.question, prepared.context.sources if prepared.context else ()
+        self.notice = prepared.notice if stream is not None else None
         self._pieces: list[str] = []
         self._stopped = threading.Event()
         self._report: Report | None = None
-        self._saving, self._ended, self._saved_at_s = threading.Lock(), False, 0.0
-        report = self._with_basis({UNFINISHED: True})
+        self._save_lock, self._ended, self._saved_at_s = threading.Lock(), False, 0.0
+        report = self._report_to_store({UNFINISHED: True})
         self._message = ChatMessage(
-            UNSAVED, self.question.chat_id, "assistant", "", now(), self.sources, report
+            UNSAVED_ID, self.question.chat_id, "assistant", "", now(), self.sources, report
         )
         if stream is not None:
-            with suppress(RagBlendError):  # shown all the same; `_save_final` says why it is not saved
-                self._message = self._stored(self._message)
+            with suppress(
+                RagBlendError
+            ):  # the answer is shown anyway; `_save_final` reports why it is not saved
+                self._message = self._store(self._message)
 
     @property
     def message(self) -> ChatMessage:
@@ -80,33 +89,33 @@ class AnswerStream(Closing):
 
     @property
     def answer(self) -> Answer:
-        """The answer with what it cost, once it has ended well."""
-        settings = self._asked.settings
+        """The answer with its cost; only after the end."""
+        settings = self._prepared.settings
         ratio = None if isinstance(settings.ratio, str) else settings.ratio
-        answer = self._answer(
+        answer = self._build_answer(
             self._report or Report(settings.method, ratio), self.message.report.get("notice")
         )
         sources = self.message.sources
         citations = tuple(citation.to_json() for citation in cite(self.text, sources).citations)
         return replace(answer, sources=sources, citations=citations)
 
-    def _answer(self, report: Report, notice: str | None) -> Answer:
+    def _build_answer(self, report: Report, notice: str | None) -> Answer:
         model, device = self._engine.model_name, self._engine.device
-        return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, notice)
+        return Answer(self.text, model, device, self.sources, self._prepared.retrieve_ms, report, notice)
 
     @property
     def all_sources(self) -> tuple[AnswerSource, ...]:
         """All passages in the prompt: those found for this question, and those of earlier ones."""
-        return self._asked.context.all_sources if self._asked.context else ()
+        return self._prepared.context.all_sources if self._prepared.context else ()
 
     @property
     def is_by_model(self) -> bool:
-        """Whether the model answers; if nothing was found, the answer may be the notice."""
+        """Whether the model writes the answer; if nothing was found, the answer may be the notice."""
         return self._stream is not None
 
     @property
     def status(self) -> str:
-        """The current work, before the first word of the answer."""
+        """What is being done before the first word of the answer, to show to the user."""
         return f"Reading {plural(len(self.sources), 'passage')} …" if self.sources else "Thinking …"
 
     @property
@@ -114,7 +123,7 @@ class AnswerStream(Closing):
         return "".join(self._pieces)
 
     def whole(self) -> Answer:
-        """Wait for the end."""
+        """Wait until the answer is complete, and return it."""
         with self:
             for _ in self:
                 pass
@@ -127,7 +136,7 @@ class AnswerStream(Closing):
             self._stream.stop()
 
     def close(self) -> None:
-        """Stop, wait until the device is free, and save the text so far; after the end it does nothing."""
+        """Stop, wait until the device is free, and save the text so far. Does nothing after the end."""
         if self._ended:
             return
         self._stopped.set()
@@ -139,7 +148,7 @@ class AnswerStream(Closing):
         if self._ended:
             return
         if self._stream is None:
-            self._pieces.append(self._asked.notice or "")
+            self._pieces.append(self._prepared.notice or "")
             yield self.text
             self._save_final({})
             return
@@ -156,70 +165,76 @@ class AnswerStream(Closing):
             raise
         except BaseException as error:
             self._stream.close()
-            named = isinstance(error, RagBlendError)
-            self._save_final({"error": str(error) if named else f"{type(error).__name__}: {error}"})
+            is_named = isinstance(error, RagBlendError)
+            self._save_final({"error": str(error) if is_named else f"{type(error).__name__}: {error}"})
             raise
         self._save_final(report)
 
     def _final_report(self, result: "Result") -> dict[str, Any]:
         engine, given = self._engine, " ".join(each.text or "" for each in result.prompt.segments)
-        unknown = [name for name in names(self.text) if result.prompt.chunks and not contains(given, name)]
+        answer_names = names(self.text) if result.prompt.chunks else []
+        missing_names = [name for name in answer_names if not contains(given, name)]
         missing = result.report.unsupported_figures
-        if missing:  # unless the passages or the question have it in words; `one` is none
+        if missing:  # the passages or the question may have them in words; `one` is not a figure
             texts = (self.question.text, *(chunk.text or "" for chunk in result.prompt.chunks))
-            said = " ".join(map(in_digits, texts))
-            missing = tuple(each for each in missing if each == "1" or not contains(said, each))
-        figures = tuple(dict.fromkeys((*missing, *unknown)))
-        self._report = replace(result.report, unsupported_figures=figures)
-        unsupported = unsupported_notice(figures)
-        notice = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
+            in_digits = " ".join(map(number_words_to_digits, texts))
+            missing = tuple(each for each in missing if each == "1" or not contains(in_digits, each))
+        unsupported = tuple(dict.fromkeys((*missing, *missing_names)))
+        self._report = replace(result.report, unsupported_figures=unsupported)
+        notices = self.notice, result.report.warning, unsupported_notice(unsupported)
+        notice = " ".join(text for text in notices if text) or None
         labels = {source.node_id: (source.number, source.label) for source in self.all_sources}
-        answer = self._answer(self._report, notice)
+        answer = self._build_answer(self._report, notice)
         return breakdown_of(answer, result.prompt, labels, engine.dtype, engine.known_profile)
 
-    def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:
-        """The report with what the prompt is built from again."""
-        context = self._asked.context
-        basis = {"first_id": context.first_id, **asdict(context.words)} if context else {"found": False}
+    def _report_to_store(self, report: dict[str, Any]) -> dict[str, Any]:
+        """The report, with the fields from which `Conversations.measure_full` builds the prompt again."""
+        context = self._prepared.context
+        basis = {"first_id": context.first_id, **asdict(context.wording)} if context else {"found": False}
         notice = {"notice": self.notice} if self.notice else {}
-        return {"question": self.question.id, **basis, **notice, **more}
+        return {"question": self.question.id, **basis, **notice, **report}
 
-    def _stored_sources(self) -> tuple[AnswerSource, ...]:
-        """The sources found, and those of earlier turns that the answer cites, or copies a mark such as "[2]" from."""
-        mine = {source.number for source in self.sources}
+    def _sources_to_store(self) -> tuple[AnswerSource, ...]:
+        """The new sources, and those of earlier turns that the answer cites, or copies a number such as "[2]" from."""
+        new = {source.number for source in self.sources}
         cited = {citation.number for citation in cite(self.text, self.all_sources).citations}
-        marks = marks_in(self.text)
-        earlier = (source for source in self.all_sources if source.number not in mine)
-        return (*self.sources, *(s for s in earlier if s.number in cited or marks & marks_in(s.text)))
+        brackets = bracketed_numbers(self.text)
+        earlier = (source for source in self.all_sources if source.number not in new)
+        return (
+            *self.sources,
+            *(s for s in earlier if s.number in cited or brackets & bracketed_numbers(s.text)),
+        )
 
     def _save_partial(self) -> None:
         """Save the text so far, if the last save was some time ago."""
-        with self._saving:
+        with self._save_lock:
             if self._ended or time.monotonic() < self._saved_at_s + SAVE_EVERY_S:
                 return
-            with suppress(RagBlendError):  # the next save may work again; `_save_final` reports if not
-                self._message = self._stored(replace(self._message, text=self.text))
+            with suppress(RagBlendError):  # the next save may succeed; `_save_final` reports a failure
+                self._message = self._store(replace(self._message, text=self.text))
             self._saved_at_s = time.monotonic()
 
     def _save_final(self, report: dict[str, Any]) -> None:
-        """Store the finished answer, once. What cannot be stored is shown all the same."""
-        with self._saving:
+        """Store the finished answer, once. If that fails, its notice says why, and the answer is still shown."""
+        with self._save_lock:
             if self._ended:
                 return
-            sources = self._stored_sources()
-            ended = replace(self._message, text=self.text, sources=sources, report=self._with_basis(report))
+            sources = self._sources_to_store()
+            ended = replace(
+                self._message, text=self.text, sources=sources, report=self._report_to_store(report)
+            )
             try:
-                ended = self._stored(ended)
+                ended = self._store(ended)
             except RagBlendError as error:
                 notice = f"{ended.report.get('notice') or ''} This answer was not saved: {error}".strip()
-                ended = replace(ended, id=UNSAVED, report=ended.report | {"notice": notice})
+                ended = replace(ended, id=UNSAVED_ID, report=ended.report | {"notice": notice})
             self._message, self._ended = ended, True
 
-    def _stored(self, message: ChatMessage) -> ChatMessage:
-        """Store the message over that of the last save, or as a new one; without `chats` it is not stored."""
+    def _store(self, message: ChatMessage) -> ChatMessage:
+        """Update the stored message, or insert it if it is new, and return it; without `chats` nothing is stored."""
         if self._chats is None:
             return message
-        if message.id != UNSAVED:
+        if message.id != UNSAVED_ID:
             return self._chats.rewrite(message)
         return self._chats.add(
             message.chat_id, message.role, message.text, message.sources, message.report, self.question.id

@@ -15,10 +15,10 @@ from ragblend.app.answering.answer import Answer
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.prompts.segments import Chunk, Prompt
 
-# By the letters of `Report.served`.
+# How a token was served, by its letter in `Report.served`.
 KINDS = {"r": "reused", "c": "recomputed", "f": "fresh", "m": "missing", "n": "not_loaded"}
-TEXT_CHARACTERS = 80
-NO_PROFILE = "this model was not measured on this device yet: `ragblend doctor --profile` does it"
+TEXT_CHARACTERS = 80  # of each segment's text that are stored
+NO_PROFILE = "this model has not been measured on this device yet; run `ragblend doctor --profile`"
 TIMES = ("load_ms", "stall_ms", "prefill_ms", "total_ms", "tokens_per_s")
 
 
@@ -29,10 +29,10 @@ def breakdown_of(
     dtype: str,
     profile: DeviceProfile | None = None,
 ) -> dict[str, Any]:
-    """Describe an answer. labels: node id -> number and name of a passage; prompt: the tokenized one that was run.
+    """Describe an answer. labels: node id -> number and name of a passage; prompt: the tokenized prompt that was run.
 
-    In the result full_prefill_ms is the time of full prefill, or None with the reason; timeline: the fields of each
-    `TraceEvent`.
+    In the result full_prefill_ms is None if it is unknown, and full_prefill_why says why; timeline has the fields of
+    each `TraceEvent`.
     """
     report, device = answer.report, answer.device
     estimate = profile.rows_ms(0, len(prompt.token_ids)) if profile else None
@@ -48,7 +48,7 @@ def breakdown_of(
         "retrieve_ms": round(answer.retrieve_ms, 2),
         "ttft_ms": round(answer.ttft_ms, 2),
         **{name: round(getattr(report.timings, name), 2) for name in TIMES},
-        **full_prefill(estimate, "" if estimate is None else "estimate"),
+        **full_prefill_fields(estimate, "" if estimate is None else "estimate"),
         "timeline": [
             astuple(replace(e, start_ms=round(e.start_ms, 2), duration_ms=round(e.duration_ms, 2)))
             for e in (report.trace.events if report.trace else ())
@@ -63,8 +63,8 @@ def breakdown_of(
     }
 
 
-def full_prefill(ms: float | None, how: Literal["estimate", "measured", ""]) -> dict[str, Any]:
-    """The breakdown's entries for the time of full prefill; None: unknown."""
+def full_prefill_fields(ms: float | None, how: Literal["estimate", "measured", ""]) -> dict[str, Any]:
+    """The breakdown's fields for the time of full prefill. ms: None if unknown; how: how it was found."""
     why = NO_PROFILE if ms is None else ""
     return {
         "full_prefill_ms": None if ms is None else round(ms, 1),
@@ -74,14 +74,15 @@ def full_prefill(ms: float | None, how: Literal["estimate", "measured", ""]) -> 
 
 
 def has_breakdown(report: Mapping[str, Any]) -> bool:
-    """Whether the report has a breakdown; that of an error has none."""
+    """Whether the report has a breakdown; the report of an error has none."""
     return report.get("hood") == 1
 
 
 def segments_of(prompt: Prompt, served: str, labels: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
-    """The prompt's passages and the texts between them, in order. number: of a passage, else None; text: its beginning.
+    """The prompt's passages and the texts between them, in order, with how their tokens were served.
 
-    served: a letter of KINDS per token; empty: all are fresh. runs: (letter, count) of neighbouring equal letters.
+    served: a letter of KINDS per token; empty: all are fresh. In the result number is None for what is not a passage,
+    runs has (letter, count) of equal letters in a row, and text is the segment's beginning.
     """
     served = served or "f" * len(prompt.token_ids)
     pieces: list[tuple[int | None, str, str, str]] = []  # number, label, letters, text
@@ -90,21 +91,21 @@ def segments_of(prompt: Prompt, served: str, labels: Mapping[str, tuple[int, str
         if isinstance(segment, Chunk):
             number, name = labels.get(segment.node_id or "", (None, "Passage"))
             pieces.append((number, name, letters, text))
-        elif pieces and not pieces[-1][1]:
-            _, _, before, words = pieces.pop()
-            pieces.append((None, "", before + letters, words + text))
+        elif pieces and not pieces[-1][1]:  # adjacent literals are one piece
+            _, _, letters_before, text_before = pieces.pop()
+            pieces.append((None, "", letters_before + letters, text_before + text))
         else:
             pieces.append((None, "", letters, text))
     last = len(pieces) - 1
     return [
         {
-            "label": name or _words_label(place, last),
+            "label": name or _literal_label(index, last),
             "number": number,
             "tokens": len(letters),
             "runs": [(letter, len(list(group))) for letter, group in groupby(letters)],
             "text": _beginning(text),
         }
-        for place, (number, name, letters, text) in enumerate(pieces)
+        for index, (number, name, letters, text) in enumerate(pieces)
         if letters
     ]
 
@@ -126,10 +127,10 @@ def memory_bytes(device: str) -> dict[str, int]:
     return found
 
 
-def _words_label(place: int, last: int) -> str:
-    if place == 0:
+def _literal_label(index: int, last: int) -> str:
+    if index == 0:
         return "Instructions"
-    return "Question" if place == last else "Between passages"
+    return "Question" if index == last else "Between passages"
 
 
 def _beginning(text: str) -> str:

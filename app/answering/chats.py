@@ -1,4 +1,4 @@
-"""Stored conversations: titles, messages with their sources, and what answers cost. Never lost; deleted for good."""
+"""Stored conversations: titles, messages with their sources, the cost of answers. Deleting erases the bytes too."""
 
 import json
 import sqlite3
@@ -15,8 +15,8 @@ from ragblend.kvstore.errors import LibraryError, UsageError
 TITLE_CHARACTERS = 60
 SNIPPET_CHARACTERS = 120
 DELETED_TEXT = "(The document was deleted, or changed: this passage is no longer in the library.)"
-Known = Callable[[Sequence[str]], Container[str]]  # of node ids, those that are in the library
-UNFINISHED = "unfinished"  # in the report of an answer that is being written
+KnownNodes = Callable[[Sequence[str]], Container[str]]  # returns the given node ids that are in the library
+UNFINISHED = "unfinished"  # a key in the report of an answer that is being written
 # AUTOINCREMENT: the id of a deleted message must not be reused, since a page may still hold it.
 TABLES = (
     "CREATE TABLE chats (id INTEGER PRIMARY KEY AUTOINCREMENT, title TEXT NOT NULL, created_at TEXT NOT NULL, "
@@ -28,18 +28,21 @@ TABLES = (
     "CREATE INDEX messages_by_chat ON messages (chat_id, id)",
     "CREATE INDEX chats_by_use ON chats (used)",
 )
-ADOPTED = (
+# For messages that were rescued from a damaged file without their conversations.
+RESTORE_CHATS = (
     "INSERT OR IGNORE INTO chats SELECT chat_id, '', min(created_at), max(created_at), max(id) FROM messages "
     "GROUP BY chat_id"
 )
 INTERRUPTED = "RAGBlend ended while this answer was being written, so it is incomplete."
 Role = Literal["user", "assistant"]
-CHATS = "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
+SELECT_CHATS = (
+    "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
+)
 
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation; messages counts them."""
+    """One conversation. messages: how many it has."""
 
     id: int
     title: str
@@ -87,15 +90,19 @@ class ChatMessage:
 class Chats(Database):
     """All conversations of one home. Safe for threads, and for several programs at once.
 
-    known: of node ids, those that are in the library; the text of other passages is not stored with an answer.
-    hidden: the node ids of deleted passages whose deletion can still be undone; their text is not given out.
+    known: returns the given node ids that are in the library; the text of other passages is not stored with an answer.
+    hidden: returns the node ids of passages whose deletion can still be undone; messages are returned without their
+    text.
     """
 
     what, version, tables = "conversations", 3, TABLES
-    copied, adopted = ("chats", "messages"), (ADOPTED,)
+    copied, adopted = ("chats", "messages"), (RESTORE_CHATS,)
 
     def __init__(
-        self, path: Path, known: Known | None = None, hidden: Callable[[], Container[str]] = frozenset[str]
+        self,
+        path: Path,
+        known: KnownNodes | None = None,
+        hidden: Callable[[], Container[str]] = frozenset[str],
     ) -> None:
         super().__init__(path)
         self._known, self._hidden = known, hidden
@@ -114,16 +121,16 @@ class Chats(Database):
 
     def get(self, chat_id: int) -> Chat:
         """One conversation. Raises LibraryError if it does not exist."""
-        rows = self.rows(f"{CHATS} WHERE id = ?", chat_id)
+        rows = self.rows(f"{SELECT_CHATS} WHERE id = ?", chat_id)
         if not rows:
             raise LibraryError(f"Opening the conversation {chat_id}: it was deleted. Start a new one.")
-        return _chat(rows[0])
+        return _chat_of_row(rows[0])
 
     def page(self, offset: int = 0, limit: int = 50) -> tuple[list[Chat], int]:
         """One page of conversations by their last message, newest first, and how many there are in all."""
-        rows = self.rows(f"{CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
+        rows = self.rows(f"{SELECT_CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
         (total,) = self.column("SELECT count(*) FROM chats")
-        return [*map(_chat, rows)], total
+        return [*map(_chat_of_row, rows)], total
 
     def search(self, text: str, limit: int = 50) -> list[tuple[Chat, str]]:
         """Conversations with all these words in the title or in one message, newest first, each with a snippet."""
@@ -134,7 +141,7 @@ class Chats(Database):
             " AND ".join(f"instr(folded({name}), ?)" for _ in words) for name in ("title", "text")
         )
         rows = self.rows(
-            f"{CHATS} WHERE ({title}) OR id IN (SELECT chat_id FROM messages WHERE {message}) "
+            f"{SELECT_CHATS} WHERE ({title}) OR id IN (SELECT chat_id FROM messages WHERE {message}) "
             "ORDER BY used DESC LIMIT ?",
             *words,
             *words,
@@ -142,7 +149,7 @@ class Chats(Database):
         )
         query = f"SELECT text FROM messages WHERE chat_id = ? AND {message} ORDER BY id LIMIT 1"
         texts = {row["id"]: self.column(query, row["id"], *words) for row in rows}
-        return [(_chat(row), _around(texts[row["id"]], words[0])) for row in rows]
+        return [(_chat_of_row(row), _snippet(texts[row["id"]], words[0])) for row in rows]
 
     def rename(self, chat_id: int, title: str) -> Chat:
         """Rename a conversation. Raises UsageError for an empty title, LibraryError if it does not exist."""
@@ -165,23 +172,23 @@ class Chats(Database):
     # --- messages
 
     def messages(self, chat_id: int) -> list[ChatMessage]:
-        """All messages in order, without an answer being written. Raises LibraryError if there is no conversation."""
+        """All messages in order, except unfinished answers. Raises LibraryError if there is no conversation."""
         rows = self.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
         if not rows:
             self.get(chat_id)
         hidden = self._hidden()
-        messages = [_without(hidden, _message(row)) for row in rows]
+        messages = [_without_hidden(_message_of_row(row), hidden) for row in rows]
         return [message for message in messages if UNFINISHED not in message.report]
 
     def message(self, message_id: int) -> ChatMessage:
         """One message. Raises LibraryError if it does not exist."""
-        return _without(self._hidden(), self._stored(message_id))
+        return _without_hidden(self._load(message_id), self._hidden())
 
-    def _stored(self, message_id: int) -> ChatMessage:
+    def _load(self, message_id: int) -> ChatMessage:
         rows = self.rows("SELECT * FROM messages WHERE id = ?", message_id)
         if not rows:
             raise LibraryError(f"Opening the message {message_id}: it was deleted. Reload the conversation.")
-        return _message(rows[0])
+        return _message_of_row(rows[0])
 
     def add(
         self,
@@ -190,24 +197,24 @@ class Chats(Database):
         text: str,
         sources: Sequence[AnswerSource] = (),
         report: dict[str, Any] | None = None,
-        answers: int | None = None,
+        question_id: int | None = None,
     ) -> ChatMessage:
-        """Append a message, durably. Raises LibraryError if its conversation or question was deleted.
+        """Append a message durably. Raises LibraryError if its conversation or the question was deleted.
 
-        answers: the id of the question, which may have been replaced meanwhile.
+        question_id: of the question that this message answers; it may have been replaced meanwhile.
         """
         chat = self.get(chat_id)
         with self.transaction() as sql:
-            if answers is not None:
-                self.message(answers)
+            if question_id is not None:
+                self.message(question_id)  # raises if it was deleted
             key = _insert(sql, chat, role, text, sources, report or {})
-        self._forget_if_removed(chat_id, sources)
+        self._erase_texts_deleted_meanwhile(chat_id, sources)
         return self.message(key)
 
-    def add_to_report(self, message_id: int, more: dict[str, Any]) -> ChatMessage:
+    def add_to_report(self, message_id: int, entries: dict[str, Any]) -> ChatMessage:
         """Add entries to a message's report. Raises LibraryError if the message does not exist."""
         with self.transaction() as sql:
-            report = self._stored(message_id).report | more
+            report = self._load(message_id).report | entries
             sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
         return self.message(message_id)
 
@@ -217,27 +224,28 @@ class Chats(Database):
         A passage that was deleted meanwhile stays deleted.
         """
         with self.transaction() as sql:
-            gone = {s.number for s in self._stored(message.id).sources if s.text == DELETED_TEXT}
-            rows = [_removed(source) if source.number in gone else source for source in message.sources]
-            report = _without_texts(message.report, gone)
+            deleted = {s.number for s in self._load(message.id).sources if s.text == DELETED_TEXT}
+            sources = [_without_text(s) if s.number in deleted else s for s in message.sources]
+            report = _report_without_texts(message.report, deleted)
             sql.execute(
                 "UPDATE messages SET text = ?, sources = ?, report = ? WHERE id = ?",
-                (storable(message.text), _sources_json(rows), _json(report), message.id),
+                (storable(message.text), _sources_json(sources), _json(report), message.id),
             )
         if UNFINISHED not in report:
-            self._forget_if_removed(message.chat_id, message.sources)
+            self._erase_texts_deleted_meanwhile(message.chat_id, message.sources)
         return self.message(message.id)
 
-    def _forget_if_removed(self, chat_id: int, sources: Sequence[AnswerSource]) -> None:
-        """After storing sources: remove passages that were deleted meanwhile, which their deletion did not see here."""
+    def _erase_texts_deleted_meanwhile(self, chat_id: int, sources: Sequence[AnswerSource]) -> None:
+        """Erase passages that were deleted while these sources were stored: the deletion has missed this message."""
         if sources and self._known is not None:
-            self._forget_removed_in(chat_id, self._known)
+            self._erase_deleted_texts_in(chat_id, self._known)
             self.erase_log()
 
-    def end_unfinished(self, chat_id: int | None = None) -> int:
-        """Mark unfinished answers of a killed program as interrupted, in one conversation or all. Returns how many.
+    def mark_interrupted(self, chat_id: int | None = None) -> int:
+        """Mark unfinished answers of killed programs as interrupted, in one conversation or all. Returns how many.
 
-        Call it before asking anything. A program that is still writing an answer marks it as complete at its end.
+        Call it before the first question. If a program is still writing such an answer, it overwrites the mark at the
+        end.
         """
         query = (
             "UPDATE messages SET report = json_set(json_remove(report, '$.unfinished'), '$.interrupted', json('true')) "
@@ -247,7 +255,7 @@ class Chats(Database):
         return self.execute(query, chat_id).rowcount
 
     def replace_from(self, message_id: int, question: str) -> ChatMessage:
-        """Delete that question and all after it in its conversation, and their bytes, and append another, at once."""
+        """Replace a question and all later messages of its conversation by a new question; erases the deleted bytes."""
         chat = self.get(self.message(message_id).chat_id)
         with self.transaction() as sql:
             sql.execute("DELETE FROM messages WHERE chat_id = ? AND id >= ?", (chat.id, message_id))
@@ -257,28 +265,28 @@ class Chats(Database):
 
     # --- deleted documents
 
-    def forget_removed(self, known: Known) -> bool:
-        """Remove the text of passages that are no longer in the library from sources and reports, and its bytes.
+    def erase_deleted_texts(self, known: KnownNodes) -> bool:
+        """Erase the text of passages that are no longer in the library from all sources and reports.
 
-        Their number, document name and location stay, and so do the answers. False if the bytes are still in the file,
-        because other processes use it.
+        Their number, document name and location stay, and so do the answers. Returns False if the bytes are still in
+        the file because other processes use it.
         """
         for chat_id in self.column("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
-            self._forget_removed_in(chat_id, known)
+            self._erase_deleted_texts_in(chat_id, known)
         return self.erase()
 
-    def _forget_removed_in(self, chat_id: int, known: Known) -> None:
+    def _erase_deleted_texts_in(self, chat_id: int, known: KnownNodes) -> None:
         with self.transaction() as sql:
             rows = sql.execute("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,)).fetchall()
-            messages = [_message(row) for row in rows]
+            messages = [_message_of_row(row) for row in rows]
             sources = [source for message in messages for source in message.sources]
-            there = known(list({source.node_id for source in sources}))
-            gone = {source.number for source in sources if source.node_id not in there}
+            in_library = known(list({source.node_id for source in sources}))
+            deleted = {source.number for source in sources if source.node_id not in in_library}
             for message in messages:
-                left = [s if s.node_id in there else _removed(s) for s in message.sources]
-                report = _without_texts(message.report, gone)
-                if (tuple(left), report) != (message.sources, message.report):
-                    values = (_sources_json(left), _json(report), message.id)
+                kept = [s if s.node_id in in_library else _without_text(s) for s in message.sources]
+                report = _report_without_texts(message.report, deleted)
+                if (tuple(kept), report) != (message.sources, message.report):
+                    values = (_sources_json(kept), _json(report), message.id)
                     sql.execute("UPDATE messages SET sources = ?, report = ? WHERE id = ?", values)
 
     # --- export
@@ -319,11 +327,11 @@ def _insert(
     return key
 
 
-def _chat(row: sqlite3.Row) -> Chat:
+def _chat_of_row(row: sqlite3.Row) -> Chat:
     return Chat(**{each.name: row[each.name] for each in fields(Chat)})
 
 
-def _message(row: sqlite3.Row) -> ChatMessage:
+def _message_of_row(row: sqlite3.Row) -> ChatMessage:
     sources = tuple(map(AnswerSource.from_json, json.loads(row["sources"])))
     return ChatMessage(
         row["id"],
@@ -349,8 +357,8 @@ def _shortened(title: str) -> str:
     return line if len(line) <= TITLE_CHARACTERS else line[: TITLE_CHARACTERS - 1].rstrip() + "…"
 
 
-def _around(texts: Sequence[str], word: str) -> str:
-    """About 120 characters around the first occurrence of a folded word in the first text, if there is one."""
+def _snippet(texts: Sequence[str], word: str) -> str:
+    """About SNIPPET_CHARACTERS around the first occurrence of a folded word in the first text; "" without a text."""
     line = " ".join("".join(texts[:1]).split())
     at = folded(line).find(word)
     start = max(0, at - SNIPPET_CHARACTERS // 3)
@@ -358,22 +366,22 @@ def _around(texts: Sequence[str], word: str) -> str:
     return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")
 
 
-def _without(hidden: Container[str], message: ChatMessage) -> ChatMessage:
-    """The message without the text of hidden passages, as if they were removed."""
-    gone = {source.number for source in message.sources if source.node_id in hidden}
-    if not gone:
+def _without_hidden(message: ChatMessage, hidden: Container[str]) -> ChatMessage:
+    """The message without the text of hidden passages, as if they had been deleted."""
+    numbers = {source.number for source in message.sources if source.node_id in hidden}
+    if not numbers:
         return message
-    sources = tuple(_removed(each) if each.number in gone else each for each in message.sources)
-    return replace(message, sources=sources, report=_without_texts(message.report, gone))
+    sources = tuple(_without_text(each) if each.number in numbers else each for each in message.sources)
+    return replace(message, sources=sources, report=_report_without_texts(message.report, numbers))
 
 
-def _removed(source: AnswerSource) -> AnswerSource:
+def _without_text(source: AnswerSource) -> AnswerSource:
     """The source without its text, and without its id, which is a digest of the text."""
     return replace(source, node_id=f"removed-{source.number}", text=DELETED_TEXT)
 
 
-def _without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
-    """The report without the beginnings of those sources' texts."""
+def _report_without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
+    """The report without the beginnings of the texts of the sources with these numbers."""
     segments = [
         {**segment, "text": ""} if segment.get("number") in numbers else segment
         for segment in report.get("segments", [])

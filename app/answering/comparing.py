@@ -23,9 +23,9 @@ ANSWER_TOKENS = 48
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The result of one method. kl (nats) and same_next (0 to 1) compare it with full prefill along that answer.
+    """The result of one method. kl (nats) and same_next (0 to 1) compare it with full prefill along full's answer.
 
-    warning: why another method was used, if it was.
+    warning: why another method was used instead, if one was.
     """
 
     side: Variant
@@ -58,23 +58,24 @@ def compare(
     """Yield the comparison after each result. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
     from ragblend.engine.engine import loaded_here
 
-    longest = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
-    asked = conversations.prepare(question, AskOptions((collection,), max_new_tokens=longest, cancel=cancel))
-    context = asked.context
+    max_tokens = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
+    options = AskOptions((collection,), max_new_tokens=max_tokens, cancel=cancel)
+    prepared = conversations.prepare(question, options)
+    context = prepared.context
     if context is None:
-        raise LibraryError(f"Comparing: {asked.notice}")
+        raise LibraryError(f"Comparing: {prepared.notice}")
     engine = loaded_here(conversations.engine, "comparing logits")
-    now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)
-    yield now
+    comparison = Comparison(len(context.prompt.token_ids), len(context.sources), prepared.notice)
+    yield comparison
 
     def prefill(side: Variant) -> "Prefilled":
         return engine.prefill(context.prompt, cancel=cancel, **side.arguments)
 
-    def answered(prefilled: "Prefilled") -> "Result":
-        return engine.decode(prefilled, max_new_tokens=asked.settings.answer_tokens, temperature=0.0)
+    def decode(prefilled: "Prefilled") -> "Result":
+        return engine.decode(prefilled, max_new_tokens=prepared.settings.answer_tokens, temperature=0.0)
 
-    def compared(side: Variant, prefilled: "Prefilled", answer: "Result") -> MethodResult:
-        """Compare the predictions with those of full prefill along its answer."""
+    def compare_with_full(side: Variant, prefilled: "Prefilled", answer: "Result") -> MethodResult:
+        """Compare the method's predictions with those of full prefill, along full prefill's answer."""
         if cancel is not None and cancel.is_set():
             raise Cancelled("the comparison was stopped")
         logits, report = engine.continue_logits(prefilled, reference.token_ids), prefilled.report
@@ -91,15 +92,17 @@ def compare(
     for side in dict.fromkeys(sides):  # warm up: the first prefill allocates memory and compiles kernels
         if side.method != FULL:
             prefill(side)
-    read = prefill(Variant(FULL))
-    reference = answered(read)
-    expected = engine.continue_logits(read, reference.token_ids)
-    full = compared(Variant(FULL), read, reference)
-    now = replace(now, full=full)
-    yield now
+    prefilled = prefill(Variant(FULL))
+    reference = decode(prefilled)
+    expected = engine.continue_logits(prefilled, reference.token_ids)
+    full = compare_with_full(Variant(FULL), prefilled, reference)
+    comparison = replace(comparison, full=full)
+    yield comparison
     for side in sides:
-        if side.method != FULL:
-            read = prefill(side)
-        found = full if side.method == FULL else compared(side, read, answered(read))
-        now = replace(now, sides=(*now.sides, found))
-        yield now
+        if side.method == FULL:
+            result = full
+        else:
+            prefilled = prefill(side)
+            result = compare_with_full(side, prefilled, decode(prefilled))
+        comparison = replace(comparison, sides=(*comparison.sides, result))
+        yield comparison

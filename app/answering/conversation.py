@@ -1,6 +1,6 @@
-"""Answers questions: searches the collections, builds the prompt, streams the answer, stores it.   <- START HERE
+"""Answers questions: searches the collections, builds the prompt, streams the answer, stores it.
 
-`Conversations.ask` (stored) or `answer` (not stored) -> `retrieval.search_in_stages` -> `context.fit` ->
+Main path: `Conversations.ask` (stored) or `answer` (not stored) -> `retrieval.search_in_stages` -> `context.fit` ->
 `Engine.stream`, returned as an `AnswerStream`. The command line, the page, the server and `comparing` use this path.
 """
 
@@ -14,16 +14,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.answer_stream import UNSAVED, AnswerStream, PreparedQuestion
-from ragblend.app.answering.breakdown import full_prefill, has_breakdown
+from ragblend.app.answering.answer_stream import UNSAVED_ID, AnswerStream, PreparedQuestion
+from ragblend.app.answering.breakdown import full_prefill_fields, has_breakdown
 from ragblend.app.answering.chats import ChatMessage, Chats
 from ragblend.app.answering.context import (
     PromptWording,
-    answered,
-    build,
+    build_prompt,
     fit,
     new_sources,
     past_turns,
+    questions_with_answers,
     wording_for,
 )
 from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from ragblend.engine.prompts.session import Session
     from ragblend.engine.results import Stream
 
-SESSIONS = 2  # conversations whose KV stays in memory
+MAX_SESSIONS = 2  # conversations whose KV is kept in memory
 MODES = ("documents", "chat")
-# Settings that a question may override.
-OVERRIDES = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
+# The settings that `AskOptions` can replace for one question.
+OVERRIDABLE_SETTINGS = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
 
 
 @dataclass(frozen=True)
 class AskOptions:
     """How to answer one question; None and () mean the settings' value.
 
-    collections: names of those to search. mode `documents`: from passages only; if none is found, the answer says so
-    without asking the model. `chat`: with passages if some are found, else a plain conversation. top_k: passages to
-    retrieve. client: the user's name, for sharing the device fairly. cancel: checked during retrieval, which then
-    raises Cancelled. documents: ids; if any are named, only these are searched.
+    collections: the names of the collections to search. mode `documents`: answer from passages only; if none is found,
+    the answer says so, and the model is not run. `chat`: with passages if any are found. top_k: passages to retrieve.
+    client: the user's name, for sharing the device fairly. cancel: checked during retrieval, which then raises
+    Cancelled. documents: ids of the only documents to search.
     """
 
     collections: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class AskOptions:
 
     def settings(self, base: Settings) -> Settings:
         """The settings with these options. Raises SettingsError for an invalid one."""
-        overrides = {name: getattr(self, name) for name in OVERRIDES}
+        overrides = {name: getattr(self, name) for name in OVERRIDABLE_SETTINGS}
         if self.method not in (None, base.method) and self.ratio is None:
             overrides["ratio"] = Settings.ratio  # the settings' ratio was chosen for another method
         return base.changed(overrides)
@@ -92,7 +92,9 @@ class Conversations:
         self._workspaces = workspaces
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._lock = threading.Lock()
-        self._answers: weakref.WeakSet[AnswerStream] = weakref.WeakSet()  # all that may still be running
+        self._answers: weakref.WeakSet[AnswerStream] = (
+            weakref.WeakSet()
+        )  # includes all that are still running
 
     @property
     def settings(self) -> Settings:
@@ -106,8 +108,8 @@ class Conversations:
     def ask(self, chat_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
         """Store the question, search, and start the answer, which is stored too.
 
-        Raises UsageError, SettingsError, LibraryError, PromptTooLongError. The question stays stored then, unless it is
-        empty or an option is invalid.
+        Raises UsageError, SettingsError, LibraryError, PromptTooLongError. The question stays stored after
+        an error, unless it is empty or an option is invalid.
         """
         options = options or AskOptions()
         self._check(question, options)
@@ -128,10 +130,10 @@ class Conversations:
     def digest(
         self, document: Document, chat_id: int | None = None, show: OnProgress = silent
     ) -> DocumentSummary:
-        """Summarise a document of the library; stored in that conversation, if one is given."""
+        """Summarise a document of the library, and store the summary if a conversation is given."""
         request = f"Summarise {document.name}."
         if chat_id is None:
-            return self._summary(document, ChatMessage(1, UNSAVED, "user", request, now()), None, show)
+            return self._summary(document, ChatMessage(1, UNSAVED_ID, "user", request, now()), None, show)
         return self._summary(document, self._chats.add(chat_id, "user", request), self._chats, show)
 
     def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
@@ -151,13 +153,13 @@ class Conversations:
         questions = [message for message in messages if message.role == "user"]
         if not questions:
             raise UsageError("Answering again: this conversation has no question yet. Write one.")
-        # A document's id, if the answer to it is a summary.
-        digests = [a.report.get("digest") for q, a in answered(messages) if q.id == questions[-1].id]
-        summarised = str(digests[-1]) if digests else ""
-        if document := self._workspaces.library.documents_with([summarised]).get(summarised):
-            asked = self._chats.replace_from(questions[-1].id, questions[-1].text)
-            return self._summary(document, asked, self._chats)
-        return self.edit(questions[-1].id, questions[-1].text, options)
+        last = questions[-1]
+        # If the answer is a summary, its report has the document's id.
+        digests = [a.report.get("digest") for q, a in questions_with_answers(messages) if q.id == last.id]
+        document_id = str(digests[-1]) if digests else ""
+        if document := self._workspaces.library.documents_with([document_id]).get(document_id):
+            return self._summary(document, self._chats.replace_from(last.id, last.text), self._chats)
+        return self.edit(last.id, last.text, options)
 
     def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
         """Run full prefill of a stored answer's prompt, store its time with the answer, and return the answer's report.
@@ -172,17 +174,17 @@ class Conversations:
         model, device, dtype = (answer.report[name] for name in ("model", "device", "dtype"))
         if (model, device, dtype) != (engine.model_name, engine.device, engine.dtype):
             raise UsageError(
-                f"Measuring full prefill: the answer is of {model} on {device} in {dtype}. Choose these in the "
-                "settings."
+                f"Measuring full prefill: this answer was computed by {model} on {device} in {dtype}. Choose these in "
+                "the settings."
             )
-        prompt = self._prompt_of(answer, self._chats.messages(answer.chat_id))
+        prompt = self._rebuild_prompt(answer, self._chats.messages(answer.chat_id))
         if len(prompt.token_ids) != answer.report["tokens"]["prompt"]:
             raise UsageError(
-                "Measuring full prefill: the prompt cannot be made again as it was (a passage was deleted, or RAGBlend "
-                "or the model changed). Ask again."
+                "Measuring full prefill: the answer's prompt cannot be rebuilt (a passage was deleted, or RAGBlend or "
+                "the model changed). Ask again."
             )
         prefilled = engine.prefill(prompt, method="full", cancel=cancel)
-        measured = full_prefill(prefilled.report.timings.prefill_ms, "measured")
+        measured = full_prefill_fields(prefilled.report.timings.prefill_ms, "measured")
         return self._chats.add_to_report(message_id, measured).report
 
     def stop_all(self) -> None:
@@ -191,12 +193,12 @@ class Conversations:
             answer.close()
 
     def forget(self, chat_id: int) -> None:
-        """Release the KV of a conversation that is kept in memory."""
+        """Free the KV of a conversation that is kept in memory."""
         with self._lock:
             self._sessions.pop(chat_id, None)
 
     def warm_up(self) -> None:
-        """Load the embedder, index and reranker if they are needed, so that the first question is not delayed."""
+        """Load what retrieval needs (embedder, index, reranker), so that the first question is not delayed."""
         first = self._workspaces.first
         if first.library.has_passages(first.settings.collection):
             nearest(first, first.embedder.embed_question("warm up"), 1)
@@ -221,9 +223,11 @@ class Conversations:
             raise UsageError("Asking: the question is empty. Write what you want to know.")
 
     def _answer_to(self, asked: ChatMessage, options: AskOptions) -> AnswerStream:
-        """The answer to a stored question, which is stored too."""
+        """Answer a stored question; the answer is stored too."""
         messages = [message for message in self._chats.messages(asked.chat_id) if message.id < asked.id]
-        return self._answer_stream(self._stages(asked, messages, options), options.client, self._chats)
+        return self._answer_stream(
+            self._prepare_in_stages(asked, messages, options), options.client, self._chats
+        )
 
     def _summary(
         self, document: Document, asked: ChatMessage, chats: Chats | None, show: OnProgress = silent
@@ -238,14 +242,15 @@ class Conversations:
     ) -> Iterator[PreparedQuestion]:
         self._check(question, options)
         messages = [replace(message, id=number) for number, message in enumerate(earlier, start=1)]
-        asked = ChatMessage(len(messages) + 1, UNSAVED, "user", storable(question).strip(), now())
-        return self._stages(asked, messages, options)
+        asked = ChatMessage(len(messages) + 1, UNSAVED_ID, "user", storable(question).strip(), now())
+        return self._prepare_in_stages(asked, messages, options)
 
-    def _stages(
+    def _prepare_in_stages(
         self, question: ChatMessage, messages: Sequence[ChatMessage], options: AskOptions
     ) -> Iterator[PreparedQuestion]:
-        """The question with its prompt after each stage of retrieval (before and after reranking, say). The last one is
-        answered. messages: those before the question.
+        """The question with its prompt after each stage of retrieval (such as before and after reranking).
+
+        The last one is to be answered. messages: those before the question.
         """
         settings = options.settings(self.settings)
         self.engine.check_text(len(question.text))  # raises before the search
@@ -259,19 +264,19 @@ class Conversations:
             if not found:
                 without_passages = options.mode == "chat" and not has_earlier_sources
                 notice = notice or _nothing_found_notice(collections, without_passages)
-                if options.mode == "documents":  # passages of earlier questions are no answer to this one
+                if options.mode == "documents":  # earlier questions' passages do not answer this one
                     yield PreparedQuestion(question, settings, None, notice, retrieve_ms)
                     continue
             room_tokens = self.engine.context_window - settings.answer_tokens
             context = fit(self.engine, room_tokens, wording, messages, question.text, found, options.cancel)
-            missing = _missing_notice(question.text, context.all_sources)
+            missing = _missing_codes_notice(question.text, context.all_sources)
             notices = " ".join(text for text in (notice, missing, context.notice) if text) or None
             yield PreparedQuestion(question, settings, context, notices, retrieve_ms)
 
     def _answer_stream(
         self, stages: Iterator[PreparedQuestion], client: str, chats: Chats | None
     ) -> AnswerStream:
-        """The answer to the last stage; its text is stored in `chats`, if given."""
+        """Start the answer to the last stage; it is stored in `chats`, if given."""
         engine, stream = self.engine, None
         prepared = next(stages)
         if prepared.context is not None:
@@ -290,7 +295,10 @@ class Conversations:
     def _stream_in_stages(
         self, prepared: PreparedQuestion, stages: Iterator[PreparedQuestion], arguments: dict[str, Any]
     ) -> "tuple[PreparedQuestion, Stream]":
-        """The last stage, and its stream: the device prefills each stage's prompt while the next one is prepared."""
+        """Start the stream, and return it with the last stage.
+
+        The device prefills the prompt of each stage while the next stage is prepared.
+        """
         prompts = SimpleQueue[Prompt | None]()
         stream = self.engine.stream_staged(iter(prompts.get, None), **arguments)
         try:
@@ -309,7 +317,7 @@ class Conversations:
     ) -> Iterator[tuple[list[AnswerSource], str | None]]:
         """The best passages of all collections after each stage, and a notice about empty collections.
 
-        previous: the question before, for one that refers to it.
+        previous: the question before this one, which may refer to it.
         """
         names = list(dict.fromkeys(collections))
         if unknown := [name for name in names if name not in self._workspaces.names()]:
@@ -322,33 +330,33 @@ class Conversations:
             yield found, notice
 
     def _collections(self, options: AskOptions) -> Sequence[str]:
-        """The collections to search. Raises LibraryError for a document that is not there, or without any text."""
+        """The collections to search. Raises LibraryError if a chosen document is missing, or none of them has text."""
         if not options.documents:
             return options.collections or (self.settings.collection,)
         found = self._workspaces.library.documents_with(options.documents)
         if len(found) < len(set(options.documents)):
-            raise LibraryError("Asking: a document that was to be searched is not in the library any more.")
+            raise LibraryError("Asking: a chosen document is no longer in the library. Choose another.")
         if not any(document.passages for document in found.values()):
             named = ", ".join(document.name for document in found.values())
             raise LibraryError(f"Asking: nothing was read of {named}. The list of documents says why.")
         return [document.collection for document in found.values()]
 
-    def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:
-        """The prompt of a stored answer, built again. messages: the conversation's."""
-        question = next(asked for asked, each in answered(messages) if each.id == answer.id)
+    def _rebuild_prompt(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:
+        """Build the prompt of a stored answer again. messages: all messages of its conversation."""
+        question = next(q for q, a in questions_with_answers(messages) if a.id == answer.id)
         turns = past_turns([message for message in messages if message.id < question.id])
         turns = [turn for turn in turns if turn.id >= answer.report["first_id"]]
         wording = PromptWording(answer.report["system"], answer.report["closing"])
-        return build(self.engine, wording, turns, question.text, new_sources(answer))
+        return build_prompt(self.engine, wording, turns, question.text, new_sources(answer))
 
     def _session(self, chat_id: int) -> "Session":
-        """The conversation's KV in memory; drops that of the least recently used one if there are too many."""
+        """The conversation's KV in memory. Frees that of the least recently used conversations above MAX_SESSIONS."""
         from ragblend.engine.prompts.session import Session
 
         with self._lock:
             session = self._sessions.setdefault(chat_id, Session())
             self._sessions.move_to_end(chat_id)
-            while len(self._sessions) > SESSIONS:
+            while len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
             return session
 
@@ -357,8 +365,8 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _missing_notice(question: str, sources: Sequence[AnswerSource]) -> str | None:
-    """A small model takes the nearest code for the one that it is asked about."""
+def _missing_codes_notice(question: str, sources: Sequence[AnswerSource]) -> str | None:
+    """Name the question's codes that no source has: a small model would answer about a similar code instead."""
     codes = missing_codes(question, (f"{source.label}\n{source.text}" for source in sources))
     return f"No passage that was found has {', '.join(codes)}." if codes else None
 

@@ -409,7 +409,7 @@ def _tokens(text: str) -> Iterator[Token]:
     text = NO_ONE.sub(
         "nobody", PER_CENT.sub("%", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
     )
-    text = in_digits(text)
+    text = number_words_to_digits(text)
     for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
@@ -419,13 +419,13 @@ def _tokens(text: str) -> Iterator[Token]:
             yield _token(word, plain, place == 0, stop)
 
 
-def in_digits(text: str) -> str:
+def number_words_to_digits(text: str) -> str:
     """The text with its numbers in words as digits."""
-    text = OTHER_NUMBER_WORDS.sub(_in_digits, text)
-    return NUMBER_WORDS.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text))
+    text = OTHER_NUMBER_WORDS.sub(_number_to_digits, text)
+    return NUMBER_WORDS.sub(_number_to_digits, CENTURY.sub(r"\1 hundred ", text))
 
 
-def _in_digits(words: re.Match[str]) -> str:
+def _number_to_digits(words: re.Match[str]) -> str:
     """A number in words as digits, apart from what is beside it: `four,five` are two numbers."""
     total = number = 0
     for word in re.findall(LETTERS, words.group().lower()):

@@ -192,7 +192,7 @@ def _chat_and_save(
     chat_id = None
     if earlier is not None:
         chat_id = earlier.id
-        chats.end_unfinished(chat_id)
+        chats.mark_interrupted(chat_id)
         if not cli.json:
             print(chats.export_markdown(chat_id), file=cli.out)
     while question := _read_question(cli):

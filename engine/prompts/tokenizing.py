@@ -13,10 +13,12 @@ from ragblend.kvstore.errors import PromptError
 if TYPE_CHECKING:
     from ragblend.engine.prompts.figure_rows import FigureFinder, FigureRows
 
-SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
-OPENING = "Passages:\n\n"
+SYSTEM_MESSAGE = (
+    "You answer questions about the passages you are given. If they do not hold the answer, say so."
+)
+PASSAGES_HEADING = "Passages:\n\n"
 # Not "Question: ...": small models then continue with questions of their own after the answer.
-CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
+INSTRUCTION = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
 _ANSWER = "ragblend_answer"
 MAX_TOKEN_CHARACTERS = 128  # no model has longer tokens
@@ -107,7 +109,7 @@ class PromptTokenizer:
         self, system: str | None, passages: list[Chunk], question: str, history: list[tuple[str, str]]
     ) -> Prompt:
         """A chat prompt with passages first and the question last."""
-        words = SYSTEM if system is None else system
+        words = SYSTEM_MESSAGE if system is None else system
         messages = [Message("system", (Literal(words),))] if words else []
         for asked, answered in history:
             messages += [Message("user", (Literal(asked),)), Message("assistant", (Literal(answered),))]
@@ -119,7 +121,9 @@ class PromptTokenizer:
         It is part of every chunk's key: with today's date, all stored KV would be unreachable after midnight.
         """
         asked = Message("user", tuple(_asked([Chunk(token_ids=())], "")))
-        prompt = chat(self.tokenizer, [Message("system", (Literal(SYSTEM),)), asked], has_fixed_date=True)
+        prompt = chat(
+            self.tokenizer, [Message("system", (Literal(SYSTEM_MESSAGE),)), asked], has_fixed_date=True
+        )
         return self.prompt(prompt, {}).prefix_ids
 
     def end_ids(self) -> list[int | None]:
@@ -134,7 +138,7 @@ def _asked(passages: list[Chunk], question: str) -> list[Segment]:
     if not passages:
         return [Literal(question)]
     between = [part for passage in passages for part in (Literal(SEPARATOR), passage)]
-    return [Literal(OPENING), *between[1:], Literal(CLOSING + question)]
+    return [Literal(PASSAGES_HEADING), *between[1:], Literal(INSTRUCTION + question)]
 
 
 def _is_text(segment: Segment) -> bool:

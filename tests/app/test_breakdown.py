@@ -6,7 +6,7 @@ from ragblend.app.answering.breakdown import (
     NO_PROFILE,
     breakdown_of,
     counts_of,
-    full_prefill,
+    full_prefill_fields,
     segments_of,
 )
 from ragblend.engine.config import Report, Timings, TokenCounts
@@ -75,4 +75,4 @@ def test_full_prefill_is_an_estimate_until_it_is_measured():
 
     assert said(breakdown()) == (None, "", NO_PROFILE)
     assert said(breakdown(profile=PROFILE)) == (10 + 12, "estimate", "")
-    assert said(breakdown() | full_prefill(99.04, "measured")) == (99.0, "measured", "")
+    assert said(breakdown() | full_prefill_fields(99.04, "measured")) == (99.0, "measured", "")

@@ -111,7 +111,7 @@ def test_a_deleted_document_is_forgotten_in_the_sources(path, chats):
     sources = [source(3, "d9", "CANARY"), source(2, "d1")]
     answer = chats.add(chat_id, "assistant", "Yes.", sources, {"segments": segments})
     later = chats.add(chat_id, "assistant", "It stays.", [source(2, "d1")], {"segments": segments})
-    assert chats.forget_removed(lambda nodes: {"node1", "node2"})
+    assert chats.erase_deleted_texts(lambda nodes: {"node1", "node2"})
     beginnings = [s["text"] for s in chats.message(later.id).report["segments"]]
     assert beginnings == ["", "other", "x"], "what an earlier turn brought stands in later reports too"
     gone, other = chats.message(answer.id).sources

@@ -233,7 +233,7 @@ def test_kill_during_an_answer_keeps_the_text_shown(talks, chats, home, chat, en
     with AppServices.open(home) as desk:  # another connection sees what is on the disk
         assert [message.role for message in desk.chats.messages(chat)] == ["user"], "it may still be written"
         desk.start()
-        assert desk.chats.end_unfinished() == 0
+        assert desk.chats.mark_interrupted() == 0
     left = chats.messages(chat)[1]
     assert (left.text, left.report["interrupted"]) == (shown, True)
     assert [source.number for source in left.sources] == [1, 2]
@@ -439,7 +439,7 @@ def test_full_prefill_is_measured_only_with_the_answers_model_and_prompt(
                 talks.measure_full(answer.id)
     with workspaces.writing():
         remove_document(workspaces.first, workspaces.library.find("default", "sky.txt"))
-    with pytest.raises(UsageError, match="cannot be made again"):
+    with pytest.raises(UsageError, match="cannot be rebuilt"):
         talks.measure_full(answer.id)
     assert engine.prefilled == []
 

@@ -113,7 +113,7 @@ def test_text_removed_from_a_changed_document_is_erased(home, workspaces, docume
 
 
 @pytest.mark.parametrize(
-    ("owner", "place"), [(Library, "remove"), (Chats, "forget_removed"), (VectorIndex, "erase")]
+    ("owner", "place"), [(Library, "remove"), (Chats, "erase_deleted_texts"), (VectorIndex, "erase")]
 )
 def test_interrupted_removal_is_finished_by_the_next(
     cli, home, workspaces, document, monkeypatch, owner, place
