@@ -175,7 +175,7 @@ class AnswerStream(Closing):
         answer_names = names(self.text) if result.prompt.chunks else []
         missing_names = [name for name in answer_names if not contains(given, name)]
         missing = result.report.unsupported_figures
-        if missing:  # the passages or the question may have them in words; `one` is not a figure
+        if missing:  # the passages or the question may have them in words, except that `one` is not 1
             texts = (self.question.text, *(chunk.text or "" for chunk in result.prompt.chunks))
             in_digits = " ".join(map(number_words_to_digits, texts))
             missing = tuple(each for each in missing if each == "1" or not contains(in_digits, each))

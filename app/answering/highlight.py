@@ -23,16 +23,17 @@ from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.app.library.tables import CELL_NAME
 from ragblend.kvstore.errors import DocumentError, LibraryError
 
-AROUND_CHARACTERS = 3000  # of text shown before and after the passage
+CONTEXT_CHARACTERS = 3000  # shown before and after the passage
 MOST_CHARACTERS = 400_000  # of text shown of an open document
-Place = tuple[int, int] | None  # (start, stop), characters of a source's text
+Place = tuple[int, int] | None  # (start, stop) in a source's text, in characters; None: all of it
 
 
 @dataclass(frozen=True)
 class Highlight:
-    """The source marked on pictures of its pages, or as text[start:stop]; reason: why it was not found.
+    """A source, marked on pictures of its pages or as text[start:stop]; reason: why it was not found.
 
-    cut_before, cut_after: the document has more text there. page_count: of a PDF, else 0; first_page: where it may be.
+    cut_before, cut_after: the document has more text there. page_count: of a PDF, else 0; first_page: the first page on
+    which the source may be, or the page shown.
     """
 
     document: str
@@ -48,21 +49,21 @@ class Highlight:
 
 
 def locate_source(
-    library: Library, source: AnswerSource, place: Place = None, around: int = AROUND_CHARACTERS
+    library: Library, source: AnswerSource, place: Place = None, around: int = CONTEXT_CHARACTERS
 ) -> Highlight:
-    """Find the source in the current file. Raises UsageError if the extra `ui` is needed and missing.
+    """Find the source in the document's current file. Raises UsageError if the extra `ui` is needed and missing.
 
-    place: mark only source.text[start:stop]; None: the whole passage. around: characters of text on either side.
+    place: the part of source.text to mark. around: characters of text to show on either side.
     """
     document = library.documents_with([source.document_id]).get(source.document_id)
     if document is None or source.text == DELETED_TEXT:
         return Highlight(source.document, reason="The document was deleted from the library.")
     try:
         if _is_pdf(document):
-            found = _pages(document, located_pages, source.text, source.location, place)
-            return found if found.pages else replace(found, reason=_why_not(document))
-        return _in_text(library, document, source, place, around) or Highlight(
-            document.name, reason=_why_not(document)
+            highlight = _highlighted_pages(document, located_pages, source.text, source.location, place)
+            return highlight if highlight.pages else replace(highlight, reason=_reason_not_found(document))
+        return _highlighted_text(library, document, source, place, around) or Highlight(
+            document.name, reason=_reason_not_found(document)
         )
     except DocumentError as error:
         return Highlight(document.name, reason=str(error))
@@ -71,12 +72,12 @@ def locate_source(
 def cited_place(message: ChatMessage, number: int, at: str) -> tuple[AnswerSource, Place]:
     """A source of an answer, and the part of its text to mark. Raises LibraryError if the answer has no such source.
 
-    at: the citation's position in the answer, or `=` and a figure of the source; "" for the first citation of that
-    number that has a sentence.
+    at: the citation's position in the answer, or `=` and a figure of the source, or "" for the number's first citation
+    that its source supports.
     """
     source = next((each for each in message.sources if each.number == number), None)
     if source is None:
-        raise LibraryError(f"Opening source {number} of an answer: the source is no longer here.")
+        raise LibraryError(f"Opening source {number} of an answer: the answer has no such source any more.")
     if at.startswith("="):
         places = [found.span() for found in re.finditer(re.escape(at[1:]), source.text)]
     else:
@@ -86,17 +87,17 @@ def cited_place(message: ChatMessage, number: int, at: str) -> tuple[AnswerSourc
 
 
 def open_document(library: Library, document_id: str, page: int = 1) -> Highlight:
-    """A document with nothing marked: one page of a PDF (from 1; the nearest one), else the text's first characters.
+    """A document with nothing marked: one page of a PDF (from 1; the nearest that exists), or the text's beginning.
 
-    reason: why it cannot be shown. Raises UsageError if the extra `ui` is needed and missing.
+    Its `reason` says why it cannot be shown. Raises UsageError if the extra `ui` is needed and missing.
     """
     document = library.documents_with([document_id]).get(document_id)
     if document is None:
         return Highlight("", reason="The document was deleted from the library.")
     try:
         if _is_pdf(document):
-            return _pages(document, unmarked_page, page)
-        text = _text(document)
+            return _highlighted_pages(document, unmarked_page, page)
+        text = _document_text(document)
     except DocumentError as error:
         return Highlight(document.name, reason=str(error))
     return Highlight(document.name, text=text[:MOST_CHARACTERS], cut_after=len(text) > MOST_CHARACTERS)
@@ -106,15 +107,15 @@ def _is_pdf(document: Document) -> bool:
     return document.file.suffix.lower() == ".pdf"
 
 
-def _text(document: Document) -> str:
+def _document_text(document: Document) -> str:
     return SEPARATOR.join(part.text for part in read_document(document.file).parts)
 
 
-def _in_text(
+def _highlighted_text(
     library: Library, document: Document, source: AnswerSource, place: Place, around: int
 ) -> Highlight | None:
-    text = _text(document)
-    start = _start(text, [p.text for p in _up_to(library, source)], source.text)
+    text = _document_text(document)
+    start = _passage_start(text, [p.text for p in _passages_up_to(library, source)], source.text)
     if start is None:
         return None
     first = max(0, start - around)
@@ -128,33 +129,37 @@ def _in_text(
     return Highlight(document.name, (), text[first:last], *cut)
 
 
-def _up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
+def _passages_up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
     """The document's passages in reading order up to the source; none if the library no longer has the source."""
     passages = library.passages_of(source.document_id)
-    places = [n for n, passage in enumerate(passages) if passage.node_id == source.node_id]
-    return passages[: places[0] + 1] if places else []
+    found = [index for index, passage in enumerate(passages) if passage.node_id == source.node_id]
+    return passages[: found[0] + 1] if found else []
 
 
-def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
-    """The index in `text` where the wanted passage starts, as `_find` counts it; of several, the one after `passages`.
+def _passage_start(text: str, passages: Sequence[str], wanted: str) -> int | None:
+    """The index in `text` where the wanted passage starts, as `_find_passage` returns it.
 
-    None if the text no longer contains it, or contains it several times without a way to tell which.
+    passages: the document's passages up to the wanted one; they tell which occurrence is meant if there are several.
+    None if the text no longer contains the passage, or it is unclear which occurrence is meant.
     """
     cursor = 0
     for passage in passages:
-        found = _find(passage, text, cursor)
+        found = _find_passage(passage, text, cursor)
         if found < 0:
             break
         if passage == wanted and passage is passages[-1]:
             return found
         cursor = found + 1
-    first = _find(wanted, text)
-    return first if first >= 0 and _find(wanted, text, first + _header_length(wanted) + 1) < 0 else None
+    first = _find_passage(wanted, text)
+    return (
+        first if first >= 0 and _find_passage(wanted, text, first + _header_length(wanted) + 1) < 0 else None
+    )
 
 
-def _find(passage: str, text: str, cursor: int = 0) -> int:
-    """As `str.find`. A table header or cell name that the chunker repeated before the passage need not be there: then
-    the index is that of the rest of the passage, minus the header's length.
+def _find_passage(passage: str, text: str, cursor: int = 0) -> int:
+    """Like `str.find`, but if the text lacks the whole passage, its table header or cell name is left out.
+
+    The chunker repeats these in passages. The result is then the index of the rest, minus the header's length.
     """
     found = text.find(passage, cursor)
     header = _header_length(passage)
@@ -168,18 +173,20 @@ def _header_length(passage: str) -> int:
     return header.end() if header else 0
 
 
-def _pages(document: Document, work: Callable[..., dict[str, Any]], *arguments: Any) -> Highlight:
+def _highlighted_pages(
+    document: Document, draw_pages: Callable[..., dict[str, Any]], *arguments: Any
+) -> Highlight:
     check_installed("Pages with highlights", ("pypdfium2", "PIL"), "ui")
     check_file(document.file)
-    found = run_in_sandbox(work, document.file, *arguments)
+    found = run_in_sandbox(draw_pages, document.file, *arguments)
     images = tuple(map(PageImage.from_json, found["pages"]))
     return Highlight(document.name, images, page_count=found["count"], first_page=found["first"])
 
 
-def _why_not(document: Document) -> str:
-    """The reason: the file has changed, or its text cannot be matched to the page."""
+def _reason_not_found(document: Document) -> str:
+    """Why a passage was not found: the file has changed, or the text does not match the page."""
     if not document.facts.fit(document.file):
         return "The file has changed since it was read, and no longer contains this passage."
     if _is_pdf(document):
         return "The text of this passage does not match the text on the page, so nothing is marked."
-    return "The exact place of this passage in the file is not clear, so nothing is marked."
+    return "It is not clear where in the file this passage is, so nothing is marked."

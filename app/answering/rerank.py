@@ -22,7 +22,7 @@ BATCH_PAIRS = 8
 
 
 def find_reranker(name: str) -> Path:
-    """The folder of the reranker; a hub id is downloaded if needed. Raises subclasses of ModelError."""
+    """The folder of a reranker; downloads a hub id if needed. Raises subclasses of ModelError."""
     path = Path(os.path.expanduser(name))
     if not os.path.isdir(path) and not is_hub_id(name):
         raise ModelNotFoundError(
@@ -36,10 +36,10 @@ def find_reranker(name: str) -> Path:
 
 
 class CrossEncoder(Closing):
-    """A cross-encoder of transformers with one label, loaded on first use. Thread-safe. device: None for the best.
+    """A cross-encoder of transformers with one label, loaded on first use. Thread-safe.
 
-    It runs in float32: bfloat16 gives passages that match about equally well the same score. queue: admits one thread
-    at a time, as the tokenizer requires too, and yields between batches.
+    It runs in float32: in bfloat16, passages that match about equally well get the same score. device: None for the
+    best one. queue: runs one thread at a time, which the tokenizer requires too, and yields between batches.
     """
 
     def __init__(self, name: str, device: str | None, queue: DeviceQueue | None = None) -> None:
@@ -48,7 +48,7 @@ class CrossEncoder(Closing):
         self._tokenizer: Any = None
 
     def load(self) -> None:
-        """Load it now. Raises subclasses of ModelError, and UsageError for a missing device."""
+        """Load the model now. Raises subclasses of ModelError, and UsageError for a missing device."""
         with self._queue.turn() as turn:
             self._load(turn)
 
@@ -58,7 +58,7 @@ class CrossEncoder(Closing):
             self._model = self._tokenizer = None
 
     def scores(self, question: str, texts: Sequence[str], cancel: Cancel | None = None) -> list[float]:
-        """How well each text answers the question: higher is better. Raises as `load`, DeviceError and Cancelled."""
+        """How well each text answers the question: higher is better. Raises as `load` does, DeviceError, Cancelled."""
         with self._queue.turn(cancel) as turn:
             self._load(turn)
             try:
@@ -70,7 +70,7 @@ class CrossEncoder(Closing):
                 ) from error
 
     def count_tokens(self, texts: Sequence[str]) -> int:
-        """Tokens of all texts, without truncation. Raises as `load`."""
+        """The number of tokens of all texts, without truncation. Raises as `load` does."""
         with self._queue.turn() as turn:
             self._load(turn)
             return sum(len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
@@ -78,21 +78,21 @@ class CrossEncoder(Closing):
     def _scores(self, question: str, texts: Sequence[str], turn: DeviceTurn) -> list[float]:
         import torch
 
-        # A tokenizer may have no limit, and two of RoBERTa's positions are not for tokens.
-        longest = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings - 2)
+        # A tokenizer may have no limit, and RoBERTa reserves two of its positions.
+        max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings - 2)
         # Only the passage is truncated, unless the question is so long that it leaves no room.
-        is_short = len(self._tokenizer(question, add_special_tokens=False)["input_ids"]) <= longest // 2
-        how = {"truncation": "only_second" if is_short else "longest_first", "max_length": longest}
-        scores, order = [0.0] * len(texts), sorted(range(len(texts)), key=lambda at: len(texts[at]))
-        for start in range(0, len(order), BATCH_PAIRS):
+        is_short = len(self._tokenizer(question, add_special_tokens=False)["input_ids"]) <= max_tokens // 2
+        truncation = {"truncation": "only_second" if is_short else "longest_first", "max_length": max_tokens}
+        scores, by_length = [0.0] * len(texts), sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        for start in range(0, len(by_length), BATCH_PAIRS):
             turn.between_layers()
-            part = order[start : start + BATCH_PAIRS]  # of similar length, which needs little padding
-            pairs = [question] * len(part), [texts[at] for at in part]
-            read = self._tokenizer(*pairs, padding=True, return_tensors="pt", **how).to(self._model.device)
+            batch = by_length[start : start + BATCH_PAIRS]  # similar lengths need little padding
+            pairs = [question] * len(batch), [texts[index] for index in batch]
+            inputs = self._tokenizer(*pairs, padding=True, return_tensors="pt", **truncation)
             with torch.inference_mode():
-                found = self._model(**read).logits[:, 0].tolist()
-            for at, score in zip(part, found, strict=True):
-                scores[at] = score
+                batch_scores = self._model(**inputs.to(self._model.device)).logits[:, 0].tolist()
+            for index, score in zip(batch, batch_scores, strict=True):
+                scores[index] = score
         return scores
 
     def _load(self, turn: DeviceTurn) -> None:
@@ -122,8 +122,8 @@ class CrossEncoder(Closing):
             if missing := sorted(loading["missing_keys"]):  # transformers fills these with random numbers
                 raise ValueError(f"{len(missing)} weights are missing ({missing[0]}, ...)")
             self._model = model.eval().to(device)
-            self._scores("Is this read?", ["Yes.", "It is."], turn)  # fails now if it cannot run
-        except Exception as error:  # whatever transformers raises for a damaged file
+            self._scores("Is this read?", ["Yes.", "It is."], turn)  # if the model cannot run, fail now
+        except Exception as error:  # transformers may raise anything for a damaged file
             self._model = None
             if isinstance(error, (ModelError, Cancelled)):
                 raise

@@ -1,9 +1,9 @@
 """Retrieval: finds the passages that answer a question best, in one or several collections, each text once.
 
-An embedder embeds the question; the registry or Chroma finds the nearest passages, the registry those that share its
-words. What is unrelated to the question is left out (`relevance`). Both rankings are combined (`search = "hybrid"`),
-words before vectors if the embedder does not know the documents' language, or the vectors alone decide (`"vectors"`).
-A cross-encoder, if the settings name one (`reranker`), scores the best of them with the question and decides their
+An embedder embeds the question; the registry or Chroma finds the nearest passages, the registry also those that share
+words with it. Passages unrelated to the question are left out (`relevance`). With `search = "hybrid"` both rankings are
+combined, words first if the embedder does not know the documents' language; with `"vectors"` the vectors alone decide.
+If the settings name a cross-encoder (`reranker`), it scores the best passages with the question and decides their
 order.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.relevance import relevant
+from ragblend.app.answering.relevance import relevant_nodes
 from ragblend.app.answering.support import PRONOUNS
 from ragblend.app.database import split_words
 from ragblend.app.library.registry import Library, UnrelatedSimilarity
@@ -31,28 +31,28 @@ from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from ragblend.app.answering.rerank import CrossEncoder
 
-# Ask for this many times top_k passages: what is far down in one ranking may be on top in the other.
-DEPTH = 4
-ALL_WORDS = 0.99  # of the question's words, by rarity, but for rounding
-RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
-# A question is joined to the one before it if both together are as near to a passage as that one was alone: a change of
-# topic leads away from it. `python -m benchmarks.measure_search` has the table.
+# This many times top_k passages are retrieved: one that is far down in one ranking may be first in the other.
+CANDIDATES_PER_RESULT = 4
+ALL_WORDS = 0.99  # the `WordMatch.share` of a passage with all words of the question, but for rounding
+RRF_CONSTANT = 60  # from the paper: the larger, the less the first ranks differ
+# A question is joined to the previous one if some passage is about as near to both together as to the previous one
+# alone, by these factors; after a change of topic none is. `python -m benchmarks.measure_search` has the table.
 LEAST_OF_BEFORE = 0.9
-LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" says nothing of its own
-POINTING = PRONOUNS | {"that", "those", "her"}
-# Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
+LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" has no topic of its own
+REFERRING_WORDS = PRONOUNS | {"that", "those", "her"}
+# Up to this many passages, the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
 
 def search(
-    workspaces: Sequence[Workspace], question: str, top_k: int, before: str = ""
+    workspaces: Sequence[Workspace], question: str, top_k: int, previous: str = ""
 ) -> list[AnswerSource]:
-    """At most top_k passages of these collections that have to do with a question, best first, without numbers.
+    """At most top_k passages of these collections that are relevant to a question, best first, without numbers.
 
-    before: the question before it. Raises LibraryError for a lost index, ModelError for a reranker that cannot be
+    previous: the question before it. Raises LibraryError for a lost index, ModelError for a reranker that cannot be
     loaded.
     """
-    *_, found = search_in_stages(workspaces, question, top_k, before)
+    *_, found = search_in_stages(workspaces, question, top_k, previous)
     return found
 
 
@@ -60,7 +60,7 @@ def search_in_stages(
     workspaces: Sequence[Workspace],
     question: str,
     top_k: int,
-    before: str = "",
+    previous: str = "",
     cancel: Cancel | None = None,
     documents: Sequence[str] = (),
 ) -> Iterator[list[AnswerSource]]:
@@ -69,26 +69,25 @@ def search_in_stages(
     cancel: checked while a question is embedded and between the reranker's batches; Cancelled is raised once it is set.
     documents: ids of the documents to search, all of whose passages count as relevant; (): all documents.
     """
-    queries, count = [question], DEPTH * top_k
+    queries, count = [question], CANDIDATES_PER_RESULT * top_k
     within = None
     if documents:
-        within = {
-            node for first in workspaces[:1] for name in documents for node in first.library.node_ids(name)
-        }
+        libraries = [workspace.library for workspace in workspaces[:1]]  # all collections share one library
+        within = {node for library in libraries for each in documents for node in library.node_ids(each)}
     rank = partial(_rank, workspaces, count=count, cancel=cancel, within=within)
     ranked = [rank(question)]
-    if before:
-        joined = f"{before} {question}"
-        earlier, both = rank(before), rank(joined)
-        least = LEAST_OF_BEFORE if POINTING.isdisjoint(split_words(question)) else LEAST_WITH_PRONOUN
+    if previous:
+        joined = f"{previous} {question}"
+        earlier, both = rank(previous), rank(joined)
+        least = LEAST_OF_BEFORE if REFERRING_WORDS.isdisjoint(split_words(question)) else LEAST_WITH_PRONOUN
         if both and _nearest_score(both) >= least * _nearest_score(earlier):
             queries.append(joined)
             ranked.append(both)
-    found = _interleave(ranked)[:count]
-    yield found[:top_k]
-    reranker = workspaces[0].reranker if len(found) > 1 else None
+    candidates = _interleave(ranked)[:count]
+    yield candidates[:top_k]
+    reranker = workspaces[0].reranker if len(candidates) > 1 else None
     if reranker is not None:
-        yield _interleave([_rerank(reranker, query, found, cancel) for query in queries])[:top_k]
+        yield _interleave([_rerank(reranker, query, candidates, cancel) for query in queries])[:top_k]
 
 
 def _nearest_score(found: Sequence[AnswerSource]) -> float:
@@ -103,8 +102,9 @@ def _rerank(
 
 
 def _interleave(ranked: Sequence[Sequence[AnswerSource]]) -> list[AnswerSource]:
-    """The first passage of each ranking, then the second ones; each text once."""
-    return without_duplicates([each for place in zip_longest(*ranked) for each in place if each is not None])
+    """The first passages of all rankings, then the second ones, and so on; each text once."""
+    by_rank = zip_longest(*ranked)
+    return without_duplicates([each for same_rank in by_rank for each in same_rank if each is not None])
 
 
 def _rank(
@@ -112,7 +112,7 @@ def _rank(
 ) -> list[AnswerSource]:
     """The relevant passages, best first; those of collections with different embedders alternate.
 
-    within: the only passages that count, by node id; None: all do.
+    within: the node ids of the only passages to rank, all of which count as relevant; None: all passages.
     """
     by_embedder = defaultdict[str, list[Workspace]](list)
     for workspace in workspaces:
@@ -127,12 +127,12 @@ def _rank_together(
 ) -> list[AnswerSource]:
     """The relevant passages of collections with one embedder, in the combined order of vectors and words.
 
-    Those with a code or quoted phrase of the question come first, the more of its other words the sooner: who asks
-    for one means exactly that, and an error code stands in the manual of each appliance.
+    Passages with a code or quoted phrase of the question come first, because the user means exactly that one. Of these,
+    passages with more of the question's other words come first: the same error code is in many appliances' manuals.
     """
     first, library = workspaces[0], workspaces[0].library
     scores, embedder = dict[str, float](), None
-    while embedder is not first.embedder:  # again if another thread has replaced the embedder meanwhile
+    while embedder is not first.embedder:  # repeat if another thread has replaced the embedder meanwhile
         embedder = first.embedder
         vector = embedder.embed_question(question, cancel)
         scores = library.scores([*(within or ())], vector)
@@ -142,48 +142,51 @@ def _rank_together(
         except LibraryError:
             if embedder is first.embedder:
                 raise
-    measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
+    measured, recorded = _measured_similarity(workspaces), recorded_similarity(first.embedder.name)
     words = dict[str, WordMatch]()
     if first.settings.search == "hybrid":
         names = [each.settings.collection for each in workspaces]
-        # Another tokenizer knows words of many languages, and fewer of each.
+        # A multilingual embedder's tokenizer also splits common words, so its terms would not be rare ones.
         terms = embedder.terms(split_words(question), cancel) if recorded is not None else set()
         words = by_words(library, names, question, count, within, terms)
         scores |= library.scores([node for node in words if node not in scores], vector)
     sources = _sources(library, scores)
-    # The recorded embedder knows English only, and what was measured is of passages in several languages.
-    foreign = _foreign(sources, question) if recorded is not None else set[str]()
+    # The recorded embedder knows English only. Its measured similarity is of passages in several languages, so the
+    # recorded one is used for the English passages among foreign ones.
+    foreign = _foreign_nodes(sources, question) if recorded is not None else set[str]()
     if within is None:
-        found = relevant(scores, words, recorded if foreign else measured or recorded, foreign)
-        sources = _about_the_code({node: sources[node] for node in sources if node in found}, words)
+        found = relevant_nodes(scores, words, recorded if foreign else measured or recorded, foreign)
+        sources = _drop_other_codes({node: sources[node] for node in sources if node in found}, words)
     by_nearness = sorted(sources, key=lambda node: -scores[node])
-    in_order = [node for node in words if node in sources]
-    # In another language its order is chance; it is measured only where it does not know the documents' language.
-    if recorded is not None and (measured is not None or foreign) and ENGLISH not in languages_of(question):
-        order = [*in_order, *(node for node in by_nearness if node not in words)]
+    by_word_match = [node for node in words if node in sources]
+    # A recorded embedder is measured only if it does not know the documents' language.
+    has_foreign_documents = recorded is not None and (measured is not None or bool(foreign))
+    if has_foreign_documents and ENGLISH not in languages_of(question):  # then nearness is chance
+        order = [*by_word_match, *(node for node in by_nearness if node not in words)]
     else:
-        order = reciprocal_rank_fusion(by_nearness, in_order)
+        order = reciprocal_rank_fusion(by_nearness, by_word_match)
     order.sort(key=lambda node: -words[node].share if node in words and words[node].is_exact else 1)
     return [sources[node] for node in order]
 
 
-def _foreign(sources: Mapping[str, AnswerSource], question: str) -> set[str]:
-    """The passages that are not in English; if the question is not either, also those of an unknown language."""
-    asked, others = languages_of(question), set[str]()
+def _foreign_nodes(sources: Mapping[str, AnswerSource], question: str) -> set[str]:
+    """Passages that are not in English; if the question is not in English, also those in an unknown language."""
+    question_languages, foreign = languages_of(question), set[str]()
+    is_foreign_question = bool(question_languages) and ENGLISH not in question_languages
     for node, source in sources.items():
         languages = languages_of_prose(source.text)
-        if ENGLISH not in languages and (languages or (asked and ENGLISH not in asked)):
-            others.add(node)
-    return others
+        if ENGLISH not in languages and (languages or is_foreign_question):
+            foreign.add(node)
+    return foreign
 
 
-def _about_the_code(
+def _drop_other_codes(
     sources: dict[str, AnswerSource], words: Mapping[str, WordMatch]
 ) -> dict[str, AnswerSource]:
-    """Without passages that lack the question's code or quoted phrase, if one has it and all the other words too.
+    """Drop passages without the question's code or quoted phrase, if another has it and all its other words.
 
-    Those are about another invoice or article, and a small model takes its figures. Other passages of the same
-    document stay.
+    The dropped passages are about another invoice or article, whose figures a small model would give. Passages of a
+    document that has the code stay.
     """
     exact = {node for node in sources if node in words and words[node].is_exact}
     if not any(words[node].share > ALL_WORDS for node in exact):
@@ -192,8 +195,8 @@ def _about_the_code(
     return {node: each for node, each in sources.items() if node in exact or each.document_id in documents}
 
 
-def _measured(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
-    """How similar unrelated texts are, as measured in one of these collections; None if it was in none."""
+def _measured_similarity(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
+    """How similar unrelated texts are, as measured in the first of these collections that was; None if none was."""
     known = [each.library.embedder(each.settings.collection) for each in workspaces]
     return next((each.unrelated for each in known if each is not None and each.unrelated is not None), None)
 
@@ -206,13 +209,14 @@ def reciprocal_rank_fusion(*rankings: Sequence[str]) -> list[str]:
     scores = defaultdict[str, float](float)
     for ranking in rankings:
         for rank, each in enumerate(ranking, start=1):
-            scores[each] += 1 / (RANK_CONSTANT + rank)
+            scores[each] += 1 / (RRF_CONSTANT + rank)
     return sorted(scores, key=lambda each: -scores[each])
 
 
 def nearest(workspace: Workspace, question: NDArray[np.float32], count: int) -> dict[str, float]:
-    """The nearest passages of one collection with their cosine similarity, best first. Raises LibraryError if the index
-    is lost.
+    """The nearest passages of one collection with their cosine similarity, best first.
+
+    Raises LibraryError if the index is lost.
     """
     library, collection = workspace.library, workspace.settings.collection
     if library.count_passages(collection) <= COMPARED_PASSAGES:
@@ -258,8 +262,8 @@ def check_askable(workspace: Workspace) -> None:
         )
     check_collection(library, name)
     raise LibraryError(
-        f"Answering from the collection {name!r} in {workspace.home.root}: it holds no passages. `ragblend docs list` "
-        "shows what became of its documents, `ragblend collections` what else there is."
+        f"Answering from the collection {name!r} in {workspace.home.root}: it has no passages. `ragblend docs list` "
+        "shows the state of its documents, and `ragblend collections` lists the other collections."
     )
 
 
@@ -267,5 +271,5 @@ def check_collection(library: Library, name: str) -> None:
     """Raise UsageError, with the known collections, for an unknown one."""
     known = library.collections()
     if name not in known:
-        there = f"there are {', '.join(known)}" if known else "there are none yet"
-        raise UsageError(f"The collection {name!r} is unknown; {there}{did_you_mean(name, known)}")
+        existing = f"there are {', '.join(known)}" if known else "there are none yet"
+        raise UsageError(f"The collection {name!r} is unknown; {existing}{did_you_mean(name, known)}")

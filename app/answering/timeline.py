@@ -27,7 +27,10 @@ PART_COLOURS = {
     "move": "#ff7f0e",
     "stall": "#d62728",
 }
-NESTED = ("stall", "move")  # inside a layer's `compute` or `probe`, so they are drawn over it, narrower
+NESTED = (
+    "stall",
+    "move",
+)  # these happen during a layer's `compute` or `probe`, so they are drawn on top of it, less high
 
 
 class TimelineError(RagBlendError):
@@ -70,7 +73,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 
 def _chrome_event(event: TraceEvent, numbers: dict[str, int]) -> dict[str, Any]:
-    where = {"layer": event.layer, "chunk": event.chunk}
+    arguments = {"layer": event.layer, "chunk": event.chunk}
     return {
         "name": event.part if event.layer is None else f"{event.part} {event.layer}",
         "cat": event.part,
@@ -79,7 +82,7 @@ def _chrome_event(event: TraceEvent, numbers: dict[str, int]) -> dict[str, Any]:
         "dur": round(event.duration_ms * MICROSECONDS_PER_MS, 1),
         "pid": 1,
         "tid": numbers[event.track],
-        "args": {name: value for name, value in where.items() if value is not None},
+        "args": {name: value for name, value in arguments.items() if value is not None},
     }
 
 
@@ -102,15 +105,15 @@ def draw_timeline(trace: Trace, title: str, path: Path) -> None:
 
 
 def _draw_track(axes: "Axes", trace: Trace, track: str, number: int) -> None:
-    for part, colour in PART_COLOURS.items():  # the nested ones last, over the others
+    for part, colour in PART_COLOURS.items():  # NESTED parts are last, so they are drawn on top
         events = [event for event in trace.events if event.track == track and event.part == part]
         height = 0.35 if part in NESTED else 0.8
         spans = [(event.start_ms, event.duration_ms) for event in events]
-        where = (number - height / 2, height)
-        axes.broken_barh(spans, where, color=colour, edgecolor="white", linewidth=0.3)
-    last = max((event.stop_ms for event in trace.events), default=0.0)
+        vertical_span = (number - height / 2, height)
+        axes.broken_barh(spans, vertical_span, color=colour, edgecolor="white", linewidth=0.3)
+    end_ms = max((event.stop_ms for event in trace.events), default=0.0)
     for event in trace.events:
-        roomy = event.track == track and event.part == "compute" and event.duration_ms > last / 60
-        if roomy and event.layer is not None:
-            looks: dict[str, Any] = {"fontsize": 6, "color": "white", "ha": "center", "va": "center"}
-            axes.text(event.start_ms + event.duration_ms / 2, number - 0.28, str(event.layer), **looks)
+        has_room = event.track == track and event.part == "compute" and event.duration_ms > end_ms / 60
+        if has_room and event.layer is not None:
+            style: dict[str, Any] = {"fontsize": 6, "color": "white", "ha": "center", "va": "center"}
+            axes.text(event.start_ms + event.duration_ms / 2, number - 0.28, str(event.layer), **style)

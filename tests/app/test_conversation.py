@@ -435,7 +435,7 @@ def test_full_prefill_is_measured_only_with_the_answers_model_and_prompt(
     for name in ("model_name", "device", "dtype"):
         with monkeypatch.context() as changed:
             changed.setattr(engine, name, "other")
-            with pytest.raises(UsageError, match="of fake on cpu in float32"):
+            with pytest.raises(UsageError, match="by fake on cpu in float32"):
                 talks.measure_full(answer.id)
     with workspaces.writing():
         remove_document(workspaces.first, workspaces.library.find("default", "sky.txt"))

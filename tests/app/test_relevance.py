@@ -8,7 +8,7 @@ from app_fakes import write_files
 
 from ragblend.app.answering.comparing import compare
 from ragblend.app.answering.conversation import AskOptions, Conversations
-from ragblend.app.answering.relevance import relevant
+from ragblend.app.answering.relevance import relevant_nodes
 from ragblend.app.answering.retrieval import search
 from ragblend.app.cli import demo
 from ragblend.app.library.ingest import ingest
@@ -36,11 +36,11 @@ LEVEL = UnrelatedSimilarity(0.1, 0.5)
     ],
 )
 def test_what_has_to_do_with_a_question(scores, words, found):
-    assert sorted(relevant(scores, words, LEVEL)) == list(found)
+    assert sorted(relevant_nodes(scores, words, LEVEL)) == list(found)
 
 
 def test_everything_is_relevant_to_an_embedder_that_was_not_measured():
-    assert relevant({"a": -0.5, "b": 0.9}, {}, None) == {"a", "b"}
+    assert relevant_nodes({"a": -0.5, "b": 0.9}, {}, None) == {"a", "b"}
 
 
 def test_every_way_in_finds_the_same(workspaces, documents, engine, monkeypatch):

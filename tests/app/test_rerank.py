@@ -9,7 +9,7 @@ from app_fakes import make_cross_encoder, write_files
 
 from ragblend.app.answering.conversation import Conversations
 from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
-from ragblend.app.answering.retrieval import DEPTH, search, search_in_stages
+from ragblend.app.answering.retrieval import CANDIDATES_PER_RESULT, search, search_in_stages
 from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import (
     Cancelled,
@@ -122,7 +122,7 @@ def test_reranker_orders_the_best_passages(open_workspace, folder, boats, asked)
     assert asked == []
     first, last = search_in_stages([open_workspace(reranker=str(folder))], QUESTION, 3)
     ((question, texts),) = asked
-    assert (question, len(texts), first) == (QUESTION, DEPTH * 3 - 1, fused)
+    assert (question, len(texts), first) == (QUESTION, CANDIDATES_PER_RESULT * 3 - 1, fused)
     assert [source.text for source in fused] == texts[:3] and texts.count(TEXTS[10]) == 1
     assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
     cosines = dict(sorted((source.text, source.score) for source in search([workspace], QUESTION, 40)))
@@ -134,9 +134,9 @@ def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     ways = ["Is it golden?", f"{QUESTION} Is it golden?"]
-    found = search([workspace], ways[0], 2, before=QUESTION)
+    found = search([workspace], ways[0], 2, previous=QUESTION)
     texts = asked[0][1]
-    assert asked == [(way, texts) for way in ways] and len(texts) == DEPTH * 2
+    assert asked == [(way, texts) for way in ways] and len(texts) == CANDIDATES_PER_RESULT * 2
     orders = [best_first(folder, way, texts) for way in ways]
     assert orders[0][:2] != orders[1][:2]
     in_turn = dict.fromkeys(text for place in zip(*orders, strict=True) for text in place)

@@ -26,7 +26,8 @@ from ragblend.integrations.embeddings import BUNDLED
 def far(monkeypatch):
     """No passage is near enough."""
     monkeypatch.setattr(
-        "ragblend.app.answering.retrieval._measured", lambda workspaces: UnrelatedSimilarity(0.0, 9.0)
+        "ragblend.app.answering.retrieval._measured_similarity",
+        lambda workspaces: UnrelatedSimilarity(0.0, 9.0),
     )
 
 
@@ -95,7 +96,7 @@ class Blurred:
 
 def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
     """The two values of the setting."""
-    monkeypatch.setattr("ragblend.app.answering.retrieval._measured", lambda workspaces: None)
+    monkeypatch.setattr("ragblend.app.answering.retrieval._measured_similarity", lambda workspaces: None)
     found = {}
     for way in ("vectors", "hybrid"):
         workspace = open_workspace(search=way)
@@ -141,7 +142,9 @@ def test_where_the_embedder_does_not_know_the_language_words_decide(open_workspa
     monkeypatch.setattr(Blurred, "name", BUNDLED)
     asked = [f"Wo wohnt {who}, neben Speicher {chr(97 + n) * 4}?" for n, who in enumerate(WHO)]
     for measured in (None, UnrelatedSimilarity(0.1, 0.5)):
-        monkeypatch.setattr("ragblend.app.answering.retrieval._measured", lambda _, known=measured: known)
+        monkeypatch.setattr(
+            "ragblend.app.answering.retrieval._measured_similarity", lambda _, known=measured: known
+        )
         found = [search([workspace], question, 1)[0].document for question in asked]
         assert found == [f"{who}.txt" for who in WHO]
 
@@ -434,7 +437,9 @@ def test_in_a_language_that_the_embedder_does_not_know_words_decide(
     """A few German letters were refused as unrelated to all questions; among English ones, each was related to any."""
     known = UnrelatedSimilarity(0.0, level)
     monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: known)
-    monkeypatch.setattr("ragblend.app.answering.retrieval._measured", lambda _: known if level < 1 else None)
+    monkeypatch.setattr(
+        "ragblend.app.answering.retrieval._measured_similarity", lambda _: known if level < 1 else None
+    )
     ingest(workspace, [write_files(tmp_path, GERMAN)])
     assert [source.document for source in search([workspace], question, 3)] == found
 
