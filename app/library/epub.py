@@ -10,8 +10,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from ragblend.app.library.encodings import decode
-from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
+from ragblend.app.library.file_checks import archive_xml, open_archive
 from ragblend.app.library.html_text import html_sections
+from ragblend.app.library.xml_elements import local_name
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
 CONTAINER = "META-INF/container.xml"
@@ -26,7 +27,7 @@ TEXT_TYPES = {
 
 
 def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
-    """The text of the book by chapter; one that the spine names twice is read once. Raises DocumentError."""
+    """(text, heading) of the sections; a chapter that the spine names twice is read once. Raises DocumentError."""
     with open_archive(path) as archive:
         names = set(archive.namelist())
         if "META-INF/encryption.xml" in names and "META-INF/rights.xml" in names:
@@ -41,6 +42,7 @@ def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
+    """The names of the chapters' files, in reading order."""
     package = _package_name(archive, path)
     root = archive_xml(archive, package)
     folder = posixpath.dirname(package)

@@ -86,11 +86,6 @@ def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
     return root
 
 
-def local_name(element: Element) -> str:
-    """An element's name without its namespace."""
-    return str(element.tag).rsplit("}", 1)[-1]
-
-
 @contextmanager
 def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
     """An archive whose members are safe to read: zipfile unpacks no more of one than the directory says.

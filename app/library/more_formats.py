@@ -10,7 +10,7 @@ from typing import Any
 
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import decode, decode_as
-from ragblend.app.library.html_text import html_sections, marked
+from ragblend.app.library.html_text import html_sections, super_or_subscript
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 Part = tuple[str, str]  # text, location
@@ -19,19 +19,20 @@ LATEX_COMMAND = re.compile(
     r"\\(?:(?:re)?newcommand\*?\s*\{?|def\s*)\\([A-Za-z]+)\}?\s*\{((?:[^{}]|\{[^{}]*\})*+)\}"
 )
 LATEX_SIGNS = {"euro": "€", "pounds": "£"}  # unknown to pylatexenc
-# Commands whose arguments are lost, as pylatexenc knows them when it parses, and not when it writes text.
+# Commands that pylatexenc parses but does not know when it writes text, so that their arguments would be lost.
 LATEX_SHOWN = ["verb", "mbox", "texttt", "textsf", "textmd", "textup", "keywords", "citetext"]
-# Unknown to pylatexenc, with one or two arguments that are no text; of a link the address, with which pylatexenc fails.
+# Commands that pylatexenc does not know, with one or two arguments that are not text. Of `\href` the address is
+# matched, with which pylatexenc fails.
 LATEX_SETTING = re.compile(
     r"\\(?:href|index|cline|cmidrule|pagestyle|thispagestyle|pagenumbering|bibliographystyle"
     r"|(?:multicolumn|multirow|addtolength|fontsize)\s*\{[^{}]*\})(?:\([^)]*\))?\s*\{[^{}]*\}"
 )
 LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
-RAISED_LATEX = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
+LATEX_SUPER_OR_SUB = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
 
 
 def rst_sections(text: str) -> list[Part]:
-    """reStructuredText, without what would read other files or run; what docutils does not know is kept as written."""
+    """reStructuredText, without directives that read other files or run code; unknown directives stay as written."""
     from docutils import nodes  # type: ignore[import-untyped]
     from docutils.core import publish_doctree, publish_from_doctree  # type: ignore[import-untyped]
 
@@ -48,13 +49,13 @@ def rst_sections(text: str) -> list[Part]:
     tree = publish_doctree(text, settings_overrides=settings)
     for message in list(tree.findall(nodes.system_message)):
         message.parent.replace(message, list(message.findall(nodes.literal_block)))
-    tree.parse_messages, tree.transform_messages = [], []  # or they are written at the end
+    tree.parse_messages, tree.transform_messages = [], []  # else they are written at the end
     html = publish_from_doctree(tree, writer="html5", settings_overrides=settings)
     return html_sections(html.decode("utf-8"))
 
 
 def org_sections(text: str) -> Iterator[Part]:
-    """Org: a section per heading, as it is written, with its state, dates and properties; links are their texts."""
+    """Org: a section per heading, as written, with its state, dates and properties; of links only their texts."""
     import orgparse
 
     for node in (root := orgparse.loads(text)):
@@ -63,10 +64,12 @@ def org_sections(text: str) -> Iterator[Part]:
 
 
 def latex_text(text: str) -> list[Part]:
-    """LaTeX without its commands, of which those without arguments are expanded; formulas stay as they are written."""
+    """LaTeX as text: the document's own commands without arguments are expanded, other commands removed; formulas stay
+    as they are written.
+    """
     from pylatexenc import latex2text  # type: ignore[import-untyped]
 
-    text = RAISED_LATEX.sub(lambda found: marked(found[1][:3], found[2]), text)
+    text = LATEX_SUPER_OR_SUB.sub(lambda found: super_or_subscript(found[1][:3], found[2]), text)
     defined = LATEX_SIGNS | dict(LATEX_COMMAND.findall(re.sub(r"(?<!\\)%.*", "", text)))
     text = LATEX_COMMAND.sub("", text)
     text = re.sub(r"\\([A-Za-z]+)(?:\{\})?", lambda found: defined.get(found[1], found[0]), text)
@@ -104,7 +107,7 @@ def _joined(lines: Any) -> str:
 
 
 def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
-    """Each message of an .eml or .mbox: who, when, what about, its text; attachments are named only.
+    """Each message of an .eml or .mbox: its headers and text; attachments are only named.
 
     notes: gets a sentence that names them, and sentences on encodings that were guessed.
     """
@@ -113,11 +116,11 @@ def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
         contents = list(_contents(message, path, notes))
         names = [name for _, name in contents if name]
         attached += names
-        heads = [
+        headers = [
             f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]
         ]
-        heads += [f"Attachments: {', '.join(names)}"] if names else []
-        yield "\n".join([*heads, "", "\n\n".join(text for text, _ in contents if text)]), place
+        headers += [f"Attachments: {', '.join(names)}"] if names else []
+        yield "\n".join([*headers, "", "\n\n".join(text for text, _ in contents if text)]), place
     if attached:
         notes.append(f"attachments were not read: {shortened(attached)}")
 
@@ -135,8 +138,9 @@ def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
 
 
 def _contents(part: Any, path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
-    """The texts of a message, of which there are several around pictures, and the names of what is no text: "" for the
-    other. A text is the plain one of its alternatives, if that is not blank.
+    """(text, "") of each text of a message, ("", name) of each attachment. A message with pictures has several texts.
+
+    Of alternatives the plain text is taken, or HTML if it is blank.
     """
     if part.get_content_maintype() == "multipart" and part.get_content_subtype() != "alternative":
         for each in part.iter_parts():
@@ -155,7 +159,7 @@ def _body_text(body: MIMEPart, path: Path, notes: list[str]) -> str:
 
 
 def _decoded(body: MIMEPart, path: Path, notes: list[str]) -> str:
-    """By the declared encoding, or by a guess if there is none, Python does not know it, or it does not fit."""
+    """Decode by the declared encoding, or by a guess if it is missing, unknown to Python, or wrong."""
     data: Any = body.get_payload(decode=True)
     if (text := decode_as(data, body.get_content_charset(""))) is not None:  # "" is an unknown encoding, too
         return text

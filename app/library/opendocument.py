@@ -5,20 +5,20 @@ from html import escape
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
-from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import html_sections, in_line
-from ragblend.app.library.word_numbering import child, value
+from ragblend.app.library.file_checks import archive_xml, open_archive
+from ragblend.app.library.html_text import html_sections, inline_markup
+from ragblend.app.library.xml_elements import local_name, xml_attribute, xml_child
 
 TAGS = {"h": "h1", "p": "p", "list-item": "div", "text-box": "div", "table": "table", "table-row": "tr"}
 TAGS |= {"table-cell": "td"}
 AS_TEXT = {"s": " ", "tab": " ", "line-break": "<br>"}
 NOTES = {"note-body", "annotation"}
-# Deleted text, where a merged cell goes on, the number of a note, the reading of a Japanese word, the author and date
-# of a comment.
+# Deleted text, the cells that a merged cell covers, the number of a note, the reading of a Japanese word, the author
+# and date of a comment.
 LEFT_OUT = {"tracked-changes", "covered-table-cell", "sequence-decls", "note-citation", "ruby-text"}
 LEFT_OUT |= {"sender-initials", "creator-initials", "date-string"}
 LEFT_OUT |= {"{http://purl.org/dc/elements/1.1/}creator", "{http://purl.org/dc/elements/1.1/}date"}
-SVG = "urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0"  # whose names are those of text fields too
+SVG = "urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0"  # with the namespace: text fields have these names too
 LEFT_OUT |= {f"{{{SVG}}}title", f"{{{SVG}}}desc"}
 POSITION = re.compile("(?P<sub>sub|-)|super|[1-9]")  # of text, such as `super 58%` or `-33% 58%`
 
@@ -29,35 +29,38 @@ def opendocument_sections(path: Path) -> list[tuple[str, str]]:
         content = archive_xml(archive, "content.xml")
         styles = list(content.iter())
         if "styles.xml" in archive.namelist():
-            # Not its automatic styles, of headers, which may have the names of other ones in the content.
+            # Without its automatic styles, which headers use: the content may have other styles of these names.
             styles += archive_xml(archive, "styles.xml").iterfind("{*}styles/*")
-    marks = {
-        value(style, "name"): "sub" if found["sub"] else "sup"
+    script_tags = {
+        xml_attribute(style, "name"): "sub" if found["sub"] else "sup"
         for style in styles
-        if (found := POSITION.match(value(child(style, "text-properties"), "text-position")))
+        if (found := POSITION.match(xml_attribute(xml_child(style, "text-properties"), "text-position")))
     }
     out: list[str] = []
-    _write(content, marks, out, False)
+    _write(content, script_tags, out, False)
     return html_sections("".join(out))
 
 
-def _write(node: Element, marks: dict[str, str], out: list[str], is_text: bool) -> None:
-    """Write a node as HTML. is_text: whether it is inside a paragraph or heading; text elsewhere is not shown."""
+def _write(node: Element, script_tags: dict[str, str], out: list[str], is_text: bool) -> None:
+    """Write a node as HTML. is_text: whether it is inside a paragraph or heading; text elsewhere is not shown.
+
+    script_tags: `sub` or `sup`, by the name of the style.
+    """
     name = local_name(node)
-    if name in LEFT_OUT or node.tag in LEFT_OUT or value(node, "display") == "none":
+    if name in LEFT_OUT or node.tag in LEFT_OUT or xml_attribute(node, "display") == "none":
         return
-    tag = TAGS.get(name) or (marks.get(value(node, "style-name")) if name == "span" else None)
+    tag = TAGS.get(name) or (script_tags.get(xml_attribute(node, "style-name")) if name == "span" else None)
     inside: list[str] = []
     is_text |= name in {"h", "p"}
     inside.append(escape(node.text or "") if is_text else "")
     for part in node:
-        _write(part, marks, inside, is_text)
+        _write(part, script_tags, inside, is_text)
         inside.append(escape(part.tail or "") if is_text else "")
     if name in NOTES:
-        out.append(f" ({in_line(''.join(inside))}) ")
+        out.append(f" ({inline_markup(''.join(inside))}) ")
     else:
         spans = "".join(
-            f' {name}="{value(node, f"number-{what}-spanned")}"'
+            f' {name}="{xml_attribute(node, f"number-{what}-spanned")}"'
             for name, what in (("colspan", "columns"), ("rowspan", "rows"))
         )
         out += [

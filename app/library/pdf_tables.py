@@ -12,18 +12,23 @@ from typing import Any, NamedTuple
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
 from ragblend.app.library.matching import HYPHENS, fold
-from ragblend.app.library.tables import is_divided, rows_as_text, with_merged_cells
+from ragblend.app.library.tables import has_subheader, rows_as_text, with_merged_cells
 
-# On a page: ends of lines and corners of boxes, of which a table of two by two has 12, and edges of two columns. What
-# has more is a drawing or squared paper, of which pdfplumber looks at all crossings.
+# On a page: points are ends of lines and corners of boxes, of which a table of two by two has 12; two columns have
+# three edges. With more points or crossings it is a drawing or squared paper, and pdfplumber would look at all of them.
 LEAST_POINTS, MOST_POINTS, LEAST_EDGES, MOST_CROSSINGS = 12, 4000, 3, 4000
-LEAST_LENGTH = 5  # of an edge, in points of a page
+LEAST_LENGTH = 5  # of an edge, in typographic points
 LEAST_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
-EDGE = frozenset(" \t") | HYPHENS
+TRIMMED_SIGNS = frozenset(" \t") | HYPHENS
+
+
+CellBox = tuple[float, float, float, float]
 
 
 class PageTable(NamedTuple):
-    """edges: of its columns, in points; merged: cells that span others, as `with_merged_cells` takes them."""
+    """edges: x-coordinates of its columns' edges, in points; merged: the cells that span rows or columns, as
+    `with_merged_cells` takes them.
+    """
 
     rows: list[list[str]]
     edges: tuple[int, ...] = ()
@@ -35,30 +40,31 @@ class TableFinder:
 
     def __init__(self, path: Path, document: Any) -> None:
         self._path, self._document = path, document
-        self._opened: Any = None
-        self._last: tuple[int, tuple[int, ...], list[str]] = -2, (), []  # page, edges and names of a table
+        self._plumber_pdf: Any = None
+        # Page, edges and names of the last table.
+        self._last_table: tuple[int, tuple[int, ...], list[str]] = -2, (), []
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        if self._plumber_pdf is not None:
+            self._plumber_pdf.close()
 
     def with_rows(self, text: str, number: int) -> str:
-        """The page's text (page from 0) with its tables as rows: as it is if none is found."""
+        """The page's text with its tables as rows; unchanged if none is found. number: of the page, from 0."""
         try:
-            tables = self._tables(number) if self._has_rules(number) else []
+            tables = self._find_tables(number) if self._may_have_tables(number) else []
             if not tables:
                 return text
-            # The first row may be one of a table that began on the page before, and then names nothing.
-            (page, edges, names), first, last = self._last, tables[0], tables[-1]
-            goes_on = page == number - 1 and edges == first.edges and names != first.rows[0]
-            self._last = number, last.edges, last.rows[0]
-            return with_table_rows(text, tables, goes_on)
+            # If a table continues from the page before, its first row does not name the columns.
+            (page, edges, names), first, last = self._last_table, tables[0], tables[-1]
+            continues = page == number - 1 and edges == first.edges and names != first.rows[0]
+            self._last_table = number, last.edges, last.rows[0]
+            return with_table_rows(text, tables, continues)
         except MemoryError:
             raise
         except Exception:  # pdfium, pdfplumber and pdfminer raise anything for a damaged page
             return text
 
-    def _has_rules(self, number: int) -> bool:
+    def _may_have_tables(self, number: int) -> bool:
         from pypdfium2 import raw
 
         points, of_grids, edges, levels = 0, 0, set[int](), set[int]()
@@ -77,23 +83,23 @@ class TableFinder:
                     return False
         return points >= LEAST_POINTS and (of_grids > 0 or len(edges) >= LEAST_EDGES)
 
-    def _tables(self, number: int) -> list[PageTable]:
+    def _find_tables(self, number: int) -> list[PageTable]:
         import pdfplumber
 
-        if self._opened is None:
-            self._opened = pdfplumber.open(self._path)
+        if self._plumber_pdf is None:
+            self._plumber_pdf = pdfplumber.open(self._path)
         found = []
-        with closing(self._opened.pages[number]) as page:  # else it keeps all of the page's letters
+        with closing(self._plumber_pdf.pages[number]) as page:  # else it keeps all of the page's letters
             for table in page.find_tables():
                 rows = [[_on_one_line(cell or "") for cell in row] for row in table.extract()]
                 if _is_table(rows, len(table.cells)):
                     edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
-                    found.append(PageTable(rows, tuple(sorted(edges)), list(_merged(table.cells))))
+                    found.append(PageTable(rows, tuple(sorted(edges)), list(_spanning_cells(table.cells))))
         return found
 
 
-def _merged(cells: Sequence[tuple[float, float, float, float]]) -> Iterator[tuple[int, int, int, int]]:
-    """Those of a table's cells (left, top, right, bottom) that span rows or columns, in these instead of in points."""
+def _spanning_cells(cells: Sequence[CellBox]) -> Iterator[tuple[int, int, int, int]]:
+    """Those of a table's cells (left, top, right, bottom, in points) that span others, as in `PageTable.merged`."""
     columns, rows = (sorted({cell[at] for cell in cells}) for at in (0, 1))
     for left, top, right, bottom in cells:
         span = (
@@ -106,41 +112,43 @@ def _merged(cells: Sequence[tuple[float, float, float, float]]) -> Iterator[tupl
             yield span
 
 
-def with_table_rows(text: str, tables: Sequence[PageTable], goes_on: bool = False) -> str:
-    """The text with these tables row by row, each if it has the letters of the cells in this order, at one place.
+def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = False) -> str:
+    """The text with tables row by row: each table whose cells' letters are in the text in this order, exactly once.
 
-    goes_on: whether the first table began on the page before.
+    continues: whether the first table began on the page before.
     """
-    letters, places = fold(text)
+    letters, indexes = fold(text)
     pieces, cursor, done = list[str](), 0, 0
-    for number, table in enumerate(tables):
+    for index, table in enumerate(tables):
         wanted = "".join(fold(cell)[0] for row in table.rows for cell in row)
         found = letters.find(wanted, cursor)
         if found < 0 or letters.find(wanted, found + 1) >= 0:
             continue
         at = found + len(wanted)
-        rows = _cells_as_in(text, places[found:at], table.rows)
+        rows = _cells_from_text(text, indexes[found:at], table.rows)
         if rows is None:
             continue
-        start, stop = _with_signs(text, places[found], places[at - 1] + 1, EDGE)
+        start, stop = _widened(text, indexes[found], indexes[at - 1] + 1, TRIMMED_SIGNS)
         named = rows_as_text(
-            _with_merged_cells(rows, table.merged), may_have_names=bool(number) or not goes_on
+            _with_merged_cells(rows, table.merged), may_have_names=index > 0 or not continues
         )
         pieces += [text[done : max(start, done)].rstrip(), named]
         cursor, done = at, stop
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
 
 
-def _cells_as_in(text: str, places: Sequence[int], table: list[list[str]]) -> list[list[str]] | None:
-    """The cells as the text has them, at these places of their letters: pdfium tells words apart more surely. None if a
-    cell would begin or end within a word.
+def _cells_from_text(text: str, indexes: Sequence[int], table: list[list[str]]) -> list[list[str]] | None:
+    """The cells with their text from pdfium, which separates words better; None if a cell would begin or end in a word.
+
+    indexes: of the cells' letters in the text.
     """
     rows, at = list[list[str]](), 0
     for row in table:
         rows.append([])
         for cell in row:
             size = len(fold(cell)[0])
-            part = _whole_words(text, places[at : at + size]) if size else cell  # signs alone, such as a dash
+            # A cell without letters has only signs, such as a dash.
+            part = _whole_words(text, indexes[at : at + size]) if size else cell
             if part is None:
                 return None
             rows[-1].append(part)
@@ -149,25 +157,26 @@ def _cells_as_in(text: str, places: Sequence[int], table: list[list[str]]) -> li
 
 
 def _with_merged_cells(rows: list[list[str]], merged: Sequence[tuple[int, int, int, int]]) -> list[list[str]]:
-    """The rows that have text, with that of a merged cell in all rows that it spans; and in all columns if they have
-    names of their own.
+    """The rows that have text, with a merged cell's text in all rows that it spans; also in all columns, if these have
+    names of their own below it.
     """
-    narrow = [(left, top, left, bottom) for left, top, _, bottom in merged]
-    wide, whole = (
-        [row for row in with_merged_cells(map(list, rows), spans) if any(row)] for spans in (merged, narrow)
+    in_first_column = [(left, top, left, bottom) for left, top, _, bottom in merged]
+    in_all_columns, in_one = (
+        [row for row in with_merged_cells(map(list, rows), spans) if any(row)]
+        for spans in (merged, in_first_column)
     )
-    return wide if is_divided(wide) else whole
+    return in_all_columns if has_subheader(in_all_columns) else in_one
 
 
-def _whole_words(text: str, places: Sequence[int]) -> str | None:
-    """A cell's text; None if it would begin or end within a word."""
-    start, stop = _with_signs(text, places[0], places[-1] + 1, HYPHENS)
+def _whole_words(text: str, indexes: Sequence[int]) -> str | None:
+    """The text of a cell with letters at these indexes; None if it would begin or end within a word."""
+    start, stop = _widened(text, indexes[0], indexes[-1] + 1, HYPHENS)
     is_whole = not text[start - 1 : start].strip() and not text[stop : stop + 1].strip()
     return _on_one_line(text[start:stop]) if is_whole else None
 
 
-def _with_signs(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, int]:
-    """The part of the text with the signs beside it, such as the minus of its first number."""
+def _widened(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, int]:
+    """start and stop, moved outwards over adjacent signs, such as a minus before the first number."""
     while start and text[start - 1] in signs:
         start -= 1
     while stop < len(text) and text[stop] in signs:

@@ -1,7 +1,8 @@
 """Reads DOCX and PPTX: their XML is written as HTML, whatever its namespaces (also Strict's) and the names of parts.
 
-Notes and comments stand behind their references, so that a passage has both. mammoth took five times as long, and knows
-neither formulas, headers, text boxes of drawings nor embedded documents: as much code prepared its input.
+Notes and comments are written directly after their references, so that a passage has both. mammoth was rejected: it
+took five times as long, and reads neither formulas, headers, text boxes nor embedded documents: preparing its input for
+that took as much code as this.
 """
 
 import posixpath
@@ -16,9 +17,11 @@ from xml.etree.ElementTree import Element
 
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED, decode
-from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import ABOVE, html_sections, in_line
-from ragblend.app.library.word_numbering import Numbering, child, number, value
+from ragblend.app.library.file_checks import archive_xml, open_archive
+from ragblend.app.library.html_text import CONTINUES_ABOVE, html_sections, inline_markup
+from ragblend.app.library.numerals import parse_number
+from ragblend.app.library.word_numbering import Numbering
+from ragblend.app.library.xml_elements import child_val, local_name, xml_attribute, xml_child
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
@@ -26,16 +29,16 @@ DRAWING = re.compile(
     r"\{[^}]*/drawingml/(2006/)?main\}"
 )  # the namespace of texts in slides, charts and diagrams
 AS_TEXT = {"tab": " ", "ptab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
-# Deleted or moved away, the reading of a Japanese word, the definition of a box's place.
+# Deleted or moved text, the reading of a Japanese word, and properties.
 LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}
 NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "commentReference": "comments"}
-MARKS = {"superscript": "sup", "subscript": "sub"}
+SCRIPT_TAGS = {"superscript": "sup", "subscript": "sub"}
 EMBEDDED = {"OLEObject", "oleObj"}
-YES = {"1", "true"}
+TRUE_VALUES = {"1", "true"}
 RELATED = {"altChunk", "relIds", *EMBEDDED}
-NEWER_CHART = re.compile(r"\{[^}]*/chartex\}")  # a waterfall, a map
-# By the last byte of their code: boxes, ticks and arrows. Symbol's are those of the PDF font of that name.
-SIGNS = {
+NEWER_CHART = re.compile(r"\{[^}]*/chartex\}")  # such as a waterfall or a map
+# Boxes, ticks and arrows of symbol fonts, by the last byte of their code. Those of the font Symbol are in pypdf.
+SYMBOLS = {
     "Wingdings": {0x6F: "☐", 0x78: "☒", 0xA8: "☐", 0xE0: "→", 0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☑"}
     | {0x71: "❑", 0x76: "❖", 0xA7: "▪", 0xD8: "➢"},
     "Wingdings 2": {0x4F: "✗", 0x50: "✓", 0x52: "☑", 0x54: "☒", 0xA3: "☐"},
@@ -43,8 +46,8 @@ SIGNS = {
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
     r"^ppt/|theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
-)  # or read where it is referred to
-# Of Office Math: its elements in MathML, and what stands between the parts of others.
+)  # parts without text, and those that are read where another part refers to them
+# Elements of Office Math in MathML; below, the text between the parts of other elements.
 MATHML = {
     "f": "mfrac",
     "sSup": "msup",
@@ -57,7 +60,7 @@ MATHML |= {"m": "mtable", "mr": "mtr"} | dict.fromkeys(
     ("num", "den", "e", "sub", "sup", "deg", "lim", "fName"), "mrow"
 )
 EMPTY = "<mrow></mrow>"
-BETWEEN = {"func": " ", "eqArr": "; ", "d": ", "}
+MATH_SEPARATORS = {"func": " ", "eqArr": "; ", "d": ", "}
 
 
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
@@ -67,8 +70,8 @@ def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
         html = document.word_html(path)
         if document.left_out:
             notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
-        if document.unread_fonts:
-            fonts = shortened(sorted(document.unread_fonts))
+        if document.unknown_fonts:
+            fonts = shortened(sorted(document.unknown_fonts))
             notes.append(f"signs of these fonts were replaced by {REPLACED}: {fonts}")
         return html_sections(html)
 
@@ -86,9 +89,9 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
             id_ for each in archive_xml(archive, main).iterfind(".//{*}sldId") for id_ in each.attrib.values()
         )
         for at, name in enumerate((slides[each] for each in ids if each in slides), start=1):
-            spoken = map(document.part_text, _relations(archive, name, "notesSlide").values())
+            notes_of_slide = map(document.part_text, _relations(archive, name, "notesSlide").values())
             text = "\n".join(
-                [document.part_text(name), *(f"Notes: {text}" for text in spoken if text)]
+                [document.part_text(name), *(f"Notes: {text}" for text in notes_of_slide if text)]
             ).strip()
             unread += [str(at)] if document.left_out else []
             empty += [] if text else [str(at)]
@@ -114,7 +117,7 @@ def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> dict[str,
 
 
 class _OfficeDocument:
-    """The parts of a DOCX by the names of their elements; those of a PPTX are read one by one."""
+    """The parts of a DOCX by the names of their root elements; those of a PPTX are read one by one."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive, self._relations = archive, dict[str, str]()
@@ -124,15 +127,17 @@ class _OfficeDocument:
                 root = archive_xml(archive, name)
                 self._parts[local_name(root)].append((name, root))
         self.left_out = set[str]()
-        self.unread_fonts = set[str]()
+        self.unknown_fonts = set[str]()
         self._styles = {
-            value(style, "styleId"): style
+            xml_attribute(style, "styleId"): style
             for style in self._children("styles")
             if local_name(style) == "style"
         }
         self._numbering = Numbering(self._children("numbering"))
         self._notes = {
-            (kind, value(note, "id")): note for kind in NOTES.values() for note in self._children(kind)
+            (kind, xml_attribute(note, "id")): note
+            for kind in NOTES.values()
+            for note in self._children(kind)
         }
 
     def word_html(self, path: Path) -> str:
@@ -144,29 +149,29 @@ class _OfficeDocument:
             for name, root in self._parts[kind]:
                 self._relations = _relations(self._archive, name)
                 self._write(root, out)
-        for note in self._notes.values():  # to which nothing refers
+        for note in self._notes.values():  # the remaining ones, to which nothing refers
             self._write(note, out)
         return "".join(out)
 
     def part_text(self, name: str) -> str:
-        """The text of a slide, or of the notes for one, beside which the page has its picture and number."""
+        """The text of a slide, or of its notes; without the picture and number on a page of notes."""
         root = archive_xml(self._archive, name)
         shapes = [each for each in root.iter() if local_name(each) == "sp"]
-        notes = [sp for sp in shapes if any(value(each, "type") == "body" for each in sp.iter())]
+        notes = [sp for sp in shapes if any(xml_attribute(each, "type") == "body" for each in sp.iter())]
         self._relations, out = _relations(self._archive, name), list[str]()
         for node in notes if local_name(root) == "notes" else [root]:
             self._write(node, out)
         return "\n\n".join(text for text, _ in html_sections("".join(out)))
 
     def _children(self, kind: str) -> list[Element]:
-        return [child for _, root in self._parts[kind] for child in root]
+        return [each for _, root in self._parts[kind] for each in root]
 
     def _write(self, node: Element, out: list[str]) -> None:
         name = local_name(node)
         if name in LEFT_OUT:
-            if name == "del":  # with its notes
+            if name == "del":  # its notes are deleted, too
                 for each in node.iter():
-                    self._notes.pop((NOTES.get(local_name(each), ""), value(each, "id")), None)
+                    self._notes.pop((NOTES.get(local_name(each), ""), xml_attribute(each, "id")), None)
             return
         if name == "t":
             out.append(escape(node.text or ""))
@@ -174,33 +179,41 @@ class _OfficeDocument:
             out.append(AS_TEXT[name])
         elif name == "oMath":
             out.append(_formula(node))
-        elif name in NOTES and (note := self._notes.pop((NOTES[name], value(node, "id")), None)) is not None:
+        elif (
+            name in NOTES
+            and (note := self._notes.pop((NOTES[name], xml_attribute(node, "id")), None)) is not None
+        ):
             inside: list[str] = []
             self._write(note, inside)
-            out.append(f" ({in_line(''.join(inside))}) ")
-        elif name == "sym" and (code := value(node, "char")):  # a slide's is the name of a font
-            font = value(node, "font")
-            sign = font_sign(font, int(code, 16))
-            self.unread_fonts |= set() if sign else {font}
+            out.append(f" ({inline_markup(''.join(inside))}) ")
+        elif name == "sym" and (
+            code := xml_attribute(node, "char")
+        ):  # on a slide, `sym` is the name of a font
+            font = xml_attribute(node, "font")
+            sign = font_character(font, int(code, 16))
+            self.unknown_fonts |= set() if sign else {font}
             out.append(escape(sign or REPLACED))
         elif name == "ddList":  # of a form: what is chosen in a list
-            entries = [value(each, "val") for each in node if local_name(each) == "listEntry"]
-            chosen = number(value(child(node, "result"), "val") or value(child(node, "default"), "val"), 0)
+            entries = [xml_attribute(each, "val") for each in node if local_name(each) == "listEntry"]
+            chosen = parse_number(
+                child_val(node, "result") or child_val(node, "default"),
+                0,
+            )
             out.append(escape("".join(entries[chosen : chosen + 1])))
         elif name == "docPr":  # of a picture
             out.append(f" {escape(node.get('descr', ''))} ")
         elif name in RELATED or (name == "chart" and not len(node)):
             self._write_related(node, out)
-        elif child(node, "ser") is not None:  # of a chart
+        elif xml_child(node, "ser") is not None:  # of a chart
             out.append(_chart_table(node))
         elif name == "AlternateContent":
             for choice in node:
                 inside, unread = list[str](), len(self.left_out)
                 self._write(choice, inside)
-                if in_line("".join(inside)) or len(self.left_out) > unread:
+                if inline_markup("".join(inside)) or len(self.left_out) > unread:
                     out += inside
                     break
-        elif name == "tc" and value(node, "hMerge") in YES:
+        elif name == "tc" and xml_attribute(node, "hMerge") in TRUE_VALUES:
             return
         else:
             tag, label = self._tag(node, name)
@@ -211,36 +224,29 @@ class _OfficeDocument:
             out.append(f"</{tag}>" if tag else "")
 
     def _tag(self, node: Element, name: str) -> tuple[str | None, str]:
-        """The HTML element of an element, if it has one, and the number of a numbered paragraph."""
-        properties = child(node, f"{name}Pr")
+        """The HTML tag for an element, or None, and the label of a numbered paragraph, or ""."""
+        properties = xml_child(node, f"{name}Pr")
         if name == "r":
-            style = child(self._styles.get(value(child(properties, "rStyle"), "val")), "rPr")
-            found = next(
-                (f for each in (properties, style) if (f := child(each, "vertAlign")) is not None), None
-            )
-            shift = value(properties, "baseline").strip("0%")  # of a slide's text, such as `30%` or `-25000`
-            sign = MARKS.get(value(found, "val")) if not shift else "sub" if shift[0] == "-" else "sup"
-            return sign if child(node, "t") is not None else None, ""
+            return self._script_tag(properties) if xml_child(node, "t") is not None else None, ""
         if name != "p":
             return TAGS.get(name), ""
         if DRAWING.match(node.tag):
             return "dd", ""  # a line
-        mark = child(properties, "rPr")
-        # Deleted or moved away: it is no paragraph, and has no number.
-        if child(mark, "del") is not None or child(mark, "moveFrom") is not None:
+        mark = xml_child(properties, "rPr")  # of the paragraph's end
+        # A paragraph that was deleted or moved away is not counted.
+        if xml_child(mark, "del") is not None or xml_child(mark, "moveFrom") is not None:
             return "p", ""
-        styles, ids = [properties], [value(child(properties, "pStyle"), "val")]
+        styles, ids = [properties], [child_val(properties, "pStyle")]
         while (style := self._styles.get(ids[-1])) is not None and len(ids) < 10:  # based on each other
-            styles += [style, child(style, "pPr")]
-            ids.append(value(child(style, "basedOn"), "val"))
+            styles += [style, xml_child(style, "pPr")]
+            ids.append(child_val(style, "basedOn"))
         is_heading = any(
-            value(child(each, "outlineLvl"), "val") in set("012345678")
-            or HEADING.match(value(child(each, "name"), "val"))
+            child_val(each, "outlineLvl") in set("012345678") or HEADING.match(child_val(each, "name"))
             for each in styles
         )
-        lists = [found for each in styles if (found := child(each, "numPr")) is not None]
+        lists = [found for each in styles if (found := xml_child(each, "numPr")) is not None]
         numbered = {
-            key: next((name for each in lists if (name := value(child(each, key), "val"))), "")
+            key: next((name for each in lists if (name := child_val(each, key))), "")
             for key in ("numId", "ilvl")
         }
         label = self._numbering.next_label(numbered["numId"], numbered["ilvl"], ids)
@@ -251,13 +257,26 @@ class _OfficeDocument:
             return "p", ""
         return ("div", label if has_text else "") if label else ("li", "")
 
+    def _script_tag(self, properties: Element | None) -> str | None:
+        """`sub` or `sup` for a run of text with these properties, or None."""
+        shift = xml_attribute(properties, "baseline").strip(
+            "0%"
+        )  # of a slide's text, such as `30%` or `-25000`
+        if shift:
+            return "sub" if shift[0] == "-" else "sup"
+        style = xml_child(self._styles.get(child_val(properties, "rStyle")), "rPr")
+        aligned = (xml_child(each, "vertAlign") for each in (properties, style))
+        found = next((each for each in aligned if each is not None), None)
+        return SCRIPT_TAGS.get(xml_attribute(found, "val"))
+
     def _write_related(self, node: Element, out: list[str]) -> None:
         """Write another part: a chart, a diagram, an embedded document of HTML or plain text."""
         name = next((target for id_ in node.attrib.values() if (target := self._relations.get(id_))), "")
         kind = posixpath.splitext(name.lower())[1]
         if name in self._archive.namelist() and local_name(node) not in EMBEDDED:
             if kind == ".xml" and not NEWER_CHART.match((root := archive_xml(self._archive, name)).tag):
-                # Its ids are its own; and a file whose parts refer to each other would have no end.
+                # Relations are a part's own. The other part is read without any, else parts that refer to each other
+                # would be read for ever.
                 outer, self._relations = self._relations, {}
                 self._write(root, out)
                 self._relations = outer
@@ -270,20 +289,22 @@ class _OfficeDocument:
 
 
 def _spans(cell: Element) -> str:
-    """The columns that a cell spans, and whether it goes on the one above, as `html_text` reads them."""
-    properties = child(cell, "tcPr")
-    width = value(cell, "gridSpan") or value(child(properties, "gridSpan"), "val")
-    merged = child(properties, "vMerge")
-    goes_on = value(cell, "vMerge") in YES or (merged is not None and value(merged, "val") != "restart")
-    return f' colspan="{width}"{f" rowspan={ABOVE}" if goes_on else ""}'
+    """Attributes for `html_text`: how many columns a cell spans, and whether it continues the cell above it."""
+    properties = xml_child(cell, "tcPr")
+    width = xml_attribute(cell, "gridSpan") or child_val(properties, "gridSpan")
+    merged = xml_child(properties, "vMerge")
+    continues_above = xml_attribute(cell, "vMerge") in TRUE_VALUES or (
+        merged is not None and xml_attribute(merged, "val") != "restart"
+    )
+    return f' colspan="{width}"{f" rowspan={CONTINUES_ABOVE}" if continues_above else ""}'
 
 
 def _chart_table(plot: Element) -> str:
     """The categories of a chart, with the values of each series."""
     series = [each for each in plot if local_name(each) == "ser"]
-    names = [_points(child(each, "tx")).get(0, "") for each in series]
-    categories = _points(child(series[0], "cat", "xVal"))
-    values = [_points(child(each, "val", "yVal")) for each in series]
+    names = [_points(xml_child(each, "tx")).get(0, "") for each in series]
+    categories = _points(xml_child(series[0], "cat", "xVal"))
+    values = [_points(xml_child(each, "val", "yVal")) for each in series]
     rows = [["", *names]]
     for at in sorted(set(categories).union(*values)):
         rows.append([categories.get(at, ""), *(_rounded(each.get(at, "")) for each in values)])
@@ -292,11 +313,11 @@ def _chart_table(plot: Element) -> str:
 
 
 def _points(node: Element | None) -> dict[int, str]:
-    """The texts of a chart's points by their numbers; of several levels of names the lowest, which is the first."""
+    """The texts of a chart's points by their numbers; of several levels of categories only the first, the lowest."""
     found = dict[int, str]()
     for point in node.iter() if node is not None else ():
-        if (text := child(point, "v")) is not None:
-            found.setdefault(number(value(point, "idx"), 0), text.text or "")
+        if (text := xml_child(point, "v")) is not None:
+            found.setdefault(parse_number(xml_attribute(point, "idx"), 0), text.text or "")
     return found
 
 
@@ -306,13 +327,15 @@ def _rounded(text: str) -> str:
     return text
 
 
-def font_sign(font: str, code: int) -> str:
-    """A character of a font whose letters are signs, or of any other font; "" if it is not known."""
+def font_character(font: str, code: int) -> str:
+    """The Unicode character of a code in a symbol font, or in any other font; "" if it is not known."""
     from pypdf._codecs import charset_encoding
 
     if font == "Symbol":
         return charset_encoding["/Symbol"][code & 0xFF].strip("\0")
-    return SIGNS[font].get(code & 0xFF, "") if font in SIGNS else "" if 0xE000 <= code < 0xF900 else chr(code)
+    if font in SYMBOLS:
+        return SYMBOLS[font].get(code & 0xFF, "")
+    return "" if 0xE000 <= code < 0xF900 else chr(code)  # private-use characters of an unknown font
 
 
 def _formula(element: Element) -> str:
@@ -320,12 +343,14 @@ def _formula(element: Element) -> str:
     name = local_name(element)
     if name == "t":
         return escape(element.text or "")
-    settings = child(element, f"{name}Pr")
+    settings = xml_child(element, f"{name}Pr")
     parts: dict[Element | None, str] = {
         part: _formula(part) for part in element if not local_name(part).endswith("Pr")
     }
-    text = BETWEEN.get(name, "").join(parts.values())
-    sub, sup, base, degree = (parts.get(child(element, kind), EMPTY) for kind in ("sub", "sup", "e", "deg"))
+    text = MATH_SEPARATORS.get(name, "").join(parts.values())
+    sub, sup, base, degree = (
+        parts.get(xml_child(element, kind), EMPTY) for kind in ("sub", "sup", "e", "deg")
+    )
     if name == "nary":
         return f"<munderover><mo>{_setting(settings, 'chr', '∫')}</mo>{sub}{sup}</munderover>{base}"
     if name == "sPre":
@@ -339,5 +364,5 @@ def _formula(element: Element) -> str:
 
 
 def _setting(settings: Element | None, name: str, default: str) -> str:
-    found = child(settings, name)
-    return default if found is None else escape(value(found, "val"))
+    found = xml_child(settings, name)
+    return default if found is None else escape(xml_attribute(found, "val"))
