@@ -15,18 +15,18 @@ from ragblend.kvstore.errors import OversizedDocumentError
 SEPARATOR = "\n\n"
 MAX_PASSAGES = 60_000  # of one document
 BLOCK_CHARACTERS = 500_000  # split at once, which bounds memory
-NO_SEPARATOR = "\x1f"  # no document has it
-# Of what is no sentence, such as a table, where a line ends or a comma that is not in a number; and the ends of
-# sentences in other scripts: NLTK finds those of Latin ones only.
+NO_SEPARATOR = "\x1f"  # occurs in no document
+# For text without sentences, such as a table: the end of a line, or a comma that is not in a number. Also the ends of
+# sentences in other scripts, because NLTK finds only those in Latin script.
 PHRASE_END = r"(?:[,.;](?=\s|\Z)|[。？！।॥؟۔։።\n])"
 PHRASE = rf"(?:(?!{PHRASE_END})[\s\S])+{PHRASE_END}?|{PHRASE_END}"
-# NLTK knows the abbreviations and dates of English: `9. Januar`, `Nr. 23`, `Dr. Reinders` and `30 Min. an` were cut.
-NOT_ENDED = re.compile(r"(?<![^\W_])(?:\d{1,3}|[^\W\d_]{1,3})\.\s*\Z")
-CONTINUED = re.compile(r"\s*(?:\d|[^\W\d_A-ZÀ-ÖØ-Þ])")
-# With the line of dashes below it in Markdown; in time that grows with the length of a line.
+# NLTK knows only English abbreviations and dates: `9. Januar`, `Nr. 23`, `Dr. Reinders` and `30 Min. an` would be cut.
+ENDS_IN_ABBREVIATION = re.compile(r"(?<![^\W_])(?:\d{1,3}|[^\W\d_]{1,3})\.\s*\Z")
+CONTINUES_SENTENCE = re.compile(r"\s*(?:\d|[^\W\d_A-ZÀ-ÖØ-Þ])")
+# Includes the line of dashes below it in Markdown. Takes linear time.
 TABLE_HEADER = re.compile(r"^(?>[^\n]* \| )[^\n]*+\n(?:[|:\- ]++\n)?", re.MULTILINE)
-IS_ROW = re.compile(r"\brow \d+\Z")
-TABLE_LINES = 3  # with cells; fewer are no table
+ROW_LOCATION = re.compile(r"\brow \d+\Z")
+TABLE_LINES = 3  # with cells; a paragraph with fewer is not a table
 CountTokens = Callable[[str], int]
 
 
@@ -36,13 +36,13 @@ def cut_document(
     count_tokens: CountTokens,
     chunk_tokens: int,
 ) -> list[DocumentPassage]:
-    """Split on sentences with LlamaIndex's SentenceSplitter, across pages and sections; tables at their rows.
+    """Split at sentences with LlamaIndex's SentenceSplitter, across pages and sections; split tables at their rows.
 
     Full passages matter more than stopping at headings: every retrieved passage costs the same few fresh tokens
-    around it, however short it is. Its location names the first and the last page or heading that it has text of.
+    around it, however short it is. A passage's location names the first and the last page or heading of its text.
     """
     splitter = _Splitter(count_tokens, chunk_tokens, {part.location for part in parts})
-    with _no_deadline():
+    with _no_nltk_deadline():
         texts = [splitter.with_repeated_headers(part) for part in parts]
         text = SEPARATOR.join(texts)
         starts = [0, *accumulate(len(each) + len(SEPARATOR) for each in texts)][: len(parts)]
@@ -80,13 +80,14 @@ class _Splitter:
 
         splitter = SentenceSplitter(
             chunk_size=limit,
-            chunk_overlap=0,  # what is in two passages would be stored twice, and be twice in a prompt
+            chunk_overlap=0,  # text in two passages would be stored twice, and could be in a prompt twice
             tokenizer=lambda piece: range(self._count(piece)),  # only its length is used
-            paragraph_separator=NO_SEPARATOR,  # `_units` cuts paragraphs, too
-            chunking_tokenizer_fn=self._units,
+            paragraph_separator=NO_SEPARATOR,  # none: `_paragraphs_or_sentences` splits paragraphs
+            chunking_tokenizer_fn=self._paragraphs_or_sentences,
             secondary_chunking_regex=PHRASE,
         )
-        # The splitter counts a piece with the blank before it, and removes that: the first word may then be two tokens.
+        # The splitter counts a piece with the space before it, which it then removes: without the space, the first word
+        # may have more tokens.
         pieces = ((piece, self._count(piece)) for piece in splitter.split_text(text))
         return [
             each
@@ -94,30 +95,33 @@ class _Splitter:
             for each in ([piece] if tokens <= limit else self.split(piece, tokens // 2 + 1))
         ]
 
-    def _units(self, text: str) -> list[str]:
-        """Paragraphs, each after its heading; of a single paragraph the sentences."""
-        paragraphs = _joined(
+    def _paragraphs_or_sentences(self, text: str) -> list[str]:
+        """The text's paragraphs, each with its heading; if it is a single paragraph, its sentences."""
+        paragraphs = _merge_if(
             re.split(rf"(?={SEPARATOR})", text), lambda last, _: last.strip(" \n#*_`") in self._headings
         )
-        return paragraphs if len(paragraphs) > 1 else _joined(self._by_sentence(text), _is_one_sentence)
+        return paragraphs if len(paragraphs) > 1 else _merge_if(self._by_sentence(text), _is_one_sentence)
 
     def _count(self, piece: str) -> int:
-        """Skip tokenizing what is too long in any case: tokenizing megabytes takes a hundred times their memory."""
+        """The tokens of a piece; just more than the limit, without tokenizing, if it is certainly too long.
+
+        Tokenizing megabytes takes a hundred times their memory.
+        """
         is_too_long = len(piece) > MAX_TOKEN_CHARACTERS * self._chunk_tokens
         return self._chunk_tokens + 1 if is_too_long else self._count_tokens(piece)
 
     def with_repeated_headers(self, part: DocumentPart) -> str:
-        """The text with each table that is longer than a passage as several tables, which all begin with its header."""
-        text, is_row = part.text, IS_ROW.search(part.location) is not None
+        """The text, with each table that is longer than a passage split into several, each with the table's header."""
+        text, is_row = part.text, ROW_LOCATION.search(part.location) is not None
         if not (is_row or " | " in text) or self._count(text) <= self._chunk_tokens:
             return text
         if is_row:
-            lines = (self._cell(line) for line in text.split("\n"))
+            lines = (self._split_cell(line) for line in text.split("\n"))
             return re.sub(r"\n{3,}", SEPARATOR, "\n".join(lines)).strip()
-        return SEPARATOR.join(SEPARATOR.join(self._tables(each)) for each in text.split(SEPARATOR))
+        return SEPARATOR.join(SEPARATOR.join(self._split_table(each)) for each in text.split(SEPARATOR))
 
-    def _cell(self, line: str) -> str:
-        """The line of a cell, or if its value is longer than a passage, pieces of it that fit, each with the name."""
+    def _split_cell(self, line: str) -> str:
+        """The line of a cell; if it is longer than a passage, as pieces that fit, each with the cell's name."""
         name = CELL_NAME.match(line)
         room = self._chunk_tokens - self._count(SEPARATOR + name.group()) if name else 0
         if name is None or room < self._chunk_tokens // 2 or self._count(line) <= room:
@@ -125,8 +129,8 @@ class _Splitter:
         pieces = (name.group() + piece for piece in self.split(line[name.end() :], room - 1))
         return f"{SEPARATOR}{SEPARATOR.join(pieces)}{SEPARATOR}"
 
-    def _tables(self, paragraph: str) -> Iterator[str]:
-        """The paragraph, or if it is a table of more tokens, its rows in groups that fit, each below the header."""
+    def _split_table(self, paragraph: str) -> Iterator[str]:
+        """The paragraph; if it is a table with too many tokens, its rows in groups that fit, each below the header."""
         limit, header = self._chunk_tokens, TABLE_HEADER.search(paragraph)
         if header is None or not _is_table(paragraph) or self._count(paragraph) <= limit:
             yield paragraph
@@ -147,8 +151,8 @@ class _Splitter:
         yield group.rstrip("\n")
 
 
-def _joined(pieces: Sequence[str], belongs: Callable[[str, str], bool]) -> list[str]:
-    """The pieces, each with the next one if that belongs to it."""
+def _merge_if(pieces: Sequence[str], belongs: Callable[[str, str], bool]) -> list[str]:
+    """The pieces, of which those that belong to the one before them are appended to it."""
     found = list[str]()
     last = ""
     for piece in pieces:
@@ -162,8 +166,8 @@ def _joined(pieces: Sequence[str], belongs: Callable[[str, str], bool]) -> list[
 
 def _is_one_sentence(first: str, second: str) -> bool:
     """Whether a sentence was cut after the dot of a number or an abbreviation."""
-    return NOT_ENDED.search(first) is not None or (
-        first.rstrip().endswith(".") and CONTINUED.match(second) is not None
+    return ENDS_IN_ABBREVIATION.search(first) is not None or (
+        first.rstrip().endswith(".") and CONTINUES_SENTENCE.match(second) is not None
     )
 
 
@@ -175,7 +179,7 @@ def _is_table(paragraph: str) -> bool:
 def blocks(text: str) -> Iterator[tuple[int, int]]:
     """(start, stop) of blocks that are split separately: ending at a paragraph, line or word, else anywhere.
 
-    A text without such an end near the limit may have a passage that ends within a word; nothing is lost.
+    If a text has no such end near the limit, a passage may end within a word; nothing is lost.
     """
     start = 0
     while len(text) - start > BLOCK_CHARACTERS:
@@ -198,7 +202,7 @@ def locate(text: str, pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _no_deadline() -> Iterator[None]:
+def _no_nltk_deadline() -> Iterator[None]:
     """Switch off NLTK's deadline of five seconds, which a busy machine exceeds for ordinary text.
 
     Its pattern takes linear time, and the text is bounded.
@@ -208,11 +212,11 @@ def _no_deadline() -> Iterator[None]:
     except ImportError:  # an older NLTK, without a deadline
         yield
         return
-    before, redos.DEFAULT_TIMEOUT = redos.DEFAULT_TIMEOUT, None
+    deadline, redos.DEFAULT_TIMEOUT = redos.DEFAULT_TIMEOUT, None
     try:
         yield
     finally:
-        redos.DEFAULT_TIMEOUT = before
+        redos.DEFAULT_TIMEOUT = deadline
 
 
 def _span(locations: Iterable[str]) -> str:

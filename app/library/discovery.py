@@ -15,15 +15,15 @@ from ragblend.app.library.readers import FORMATS
 from ragblend.app.settings import Settings
 from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
 
-HOME = "it is the folder with RAGBlend's own data"
+HOME_REASON = "it is the folder with RAGBlend's own data"
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """files in a stable order; failed: path, error.
+    """The result: files, in a stable order, and the given folders; failed: (path, error).
 
-    skipped: path -> reason: in a folder, but a link, of no known kind, or (whole folders too) named in the setting
-    `skip`, or the home.
+    skipped: path -> reason. These are links in folders, unsupported files, the home, and the files and whole folders
+    whose name is in the setting `skip`.
     """
 
     files: tuple[Path, ...]
@@ -33,9 +33,9 @@ class Discovery:
 
 
 def discover(paths: Sequence[Path], skip: str = Settings.skip, home: Path | None = None) -> Discovery:
-    """List the files of these paths and folders. skip: the setting; what is given as a path itself is never skipped.
+    """List the files at these paths and in these folders. skip: the setting; it does not apply to the paths themselves.
 
-    home: is not entered from outside, because it holds copies of the uploads of all collections.
+    home: this folder is skipped, because it holds copies of the uploads of all collections.
 
     Links in a folder are not followed: whoever may write there could have any file of this account read. A link that
     is given as a path itself is the user's own choice.
@@ -58,7 +58,7 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip, home: Path | None
         path = absolute(given)
         try:
             if is_home(path, home):
-                skipped[path] = HOME
+                skipped[path] = HOME_REASON
             elif path.is_dir():
                 folders.append(path)
                 for file in _walk_folder(path, skip, home, skipped, failed):
@@ -79,14 +79,14 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip, home: Path | None
 
 
 def is_home(folder: Path | str, home: Path | None) -> bool:
-    """Whether this folder is the home, by whatever name."""
+    """Whether this path leads to the home, also through a link."""
     with suppress(OSError):
         return home is not None and os.path.samefile(folder, home)
     return False
 
 
 def is_gone(path: Path) -> bool:
-    """Whether no file is there, but nothing or a folder; False if that cannot be known."""
+    """Whether there is nothing at this path, or a folder; False if that cannot be known."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
@@ -94,7 +94,7 @@ def is_gone(path: Path) -> bool:
 
 
 def is_replaced(path: Path) -> bool:
-    """Whether a folder has the place of the file, or a file that of its folder."""
+    """Whether a folder is where the file was, or a file where one of its folders was."""
     return path.is_dir() or any(parent.is_file() for parent in path.parents)
 
 
@@ -104,7 +104,7 @@ def is_readable(path: Path) -> bool:
 
 
 def is_skipped(name: str, skip: str) -> bool:
-    """Whether the name of a file or folder fits one of the patterns, which commas separate, ignoring case."""
+    """Whether the name of a file or folder matches one of the comma-separated patterns, ignoring case."""
     patterns = (pattern.strip() for pattern in skip.casefold().split(","))
     return any(fnmatchcase(name.casefold(), pattern) for pattern in patterns)
 
@@ -137,7 +137,7 @@ def _walk_folder(
         left_out = {name for name in (*folders, *names) if is_skipped(name, skip)}
         skipped |= {Path(parent, name): "the setting `skip` leaves out its name" for name in sorted(left_out)}
         homes = {name for name in folders if is_home(os.path.join(parent, name), home)} - left_out
-        skipped |= {Path(parent, name): HOME for name in homes}
+        skipped |= {Path(parent, name): HOME_REASON for name in homes}
         folders[:] = sorted(set(folders) - left_out - homes)
         links = {name for name in folders if os.path.islink(os.path.join(parent, name))}
         yield from (Path(parent, name) for name in sorted((links | set(names)) - left_out))

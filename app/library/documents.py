@@ -11,10 +11,10 @@ from enum import StrEnum
 from pathlib import Path
 
 ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
-# Control characters, and those that turn the direction of all that follows on a line.
-UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-MOST_NAMED = 10  # pages or files in one note
-SCANNED = "it is probably scanned"  # part of the reason of such a failure
+# Control characters, and those that change the writing direction of the rest of a line.
+CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+MOST_NAMED = 10  # pages or files that one note names
+SCANNED = "it is probably scanned"  # in the reason why such a document failed
 
 
 class DocumentState(StrEnum):
@@ -43,7 +43,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Document:
-    """One row of the registry. `recipe` says how its text was cut and embedded: another recipe means doing it again.
+    """One row of the registry. recipe: how its text was cut and embedded; if that changes, the file is ingested again.
 
     path: as `printable` writes it; reason: why it failed; notes: what was guessed, replaced or left out of its text, a
     sentence each; uploaded: the home has a copy of the file (set by `Library.page` only).
@@ -110,11 +110,11 @@ def as_path(text: str) -> Path:
 
 def on_one_line(path: str) -> str:
     """A path as it is shown in a terminal, with escapes for line ends and other control characters."""
-    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), path)
+    return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape").decode(), path)
 
 
 def composed(path: str) -> str:
-    """The form (Unicode's NFC) in which names are compared: file systems and programs write `é` in two ways."""
+    """A path in Unicode's form NFC, in which paths are compared: file systems and programs write `é` in two ways."""
     return unicodedata.normalize("NFC", path)
 
 
@@ -124,12 +124,12 @@ def document_id(collection: str, path: str) -> str:
 
 
 def node_id(document: str, index: int, text: str) -> str:
-    """A stable id of a text at an index of a document, so that its KV survives edits elsewhere."""
+    """A stable id of the text at an index of a document: its KV survives edits elsewhere in the document."""
     return _digest(document, str(index), text)[:32]
 
 
 def shortened(names: Sequence[str]) -> str:
-    """A list for a sentence: the first ten, and how many more there are."""
+    """A list for use in a sentence: the first ten names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
 

@@ -37,17 +37,18 @@ MAGIC = {
     b"{\\rtf": "rtf",
 }
 MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}
-# The types that are not text, by suffix; those that are archives; and what is only in an archive of that type.
+# The types that are not text, by suffix.
 KIND_OF = {f".{kind}": kind for kind in ("pdf", "rtf", "docx", "pptx", "xlsx", "epub", "odt", "odp")}
 ARCHIVES = frozenset(KIND_OF.values()) - {"pdf", "rtf"}
+# How the type of an archive is recognised: by a folder in it, or by the end of its media type.
 OFFICE_FOLDERS = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
 OPENDOCUMENT = {"text": "odt", "presentation": "odp"}
 
 
 def check_file(path: Path) -> str:
-    """The type that its suffix promises. Raises DocumentError if it is not a readable file, or too large for its type.
+    """Check a file without reading its content, and return the type that its suffix promises.
 
-    Its content is not read.
+    Raises DocumentError if it is not a readable file, or too large for its type.
     """
     size = _check_regular(path)
     promised = KIND_OF.get(path.suffix.lower(), "text")
@@ -62,7 +63,7 @@ def check_file(path: Path) -> str:
 def check_content(path: Path) -> None:
     """Raise DocumentError if the content is not of the type that the name promises."""
     promised = check_file(path)
-    found = _kind(path)
+    found = _content_type(path)
     if promised in OFFICE_FOLDERS.values() and found == "ole":
         raise EncryptedDocumentError(
             f"Reading {path}: it is an encrypted document, or of an old format. Save it as .{promised} without a "
@@ -73,9 +74,9 @@ def check_content(path: Path) -> None:
     if found == "zip":
         found = "zip archive"
         with suppress(zipfile.BadZipFile, OSError, ValueError), zipfile.ZipFile(path) as archive:
-            found = _archive_kind(archive)
+            found = _archive_type(archive)
     if found != promised:
-        raise UnreadableDocumentError(_mislabelled(path, promised, found))
+        raise UnreadableDocumentError(_mislabelled_message(path, promised, found))
 
 
 def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
@@ -88,16 +89,16 @@ def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """An archive whose members are safe to read: zipfile unpacks no more of one than the directory says.
+    """Open an archive whose members are safe to read: zipfile unpacks no more of a member than the directory says.
 
-    Raises DocumentError for one that needs a password, is something else, or unpacks to far more than its size; damage
-    to a member is found when that is read.
+    Raises DocumentError if it needs a password, is of another type, or unpacks to far more than its size. Damage to a
+    member is found when that is read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            promised, found = KIND_OF[path.suffix.lower()], _archive_kind(archive)
+            promised, found = KIND_OF[path.suffix.lower()], _archive_type(archive)
             if found != promised:
-                raise UnreadableDocumentError(_mislabelled(path, promised, found))
+                raise UnreadableDocumentError(_mislabelled_message(path, promised, found))
             _check_directory(path, archive.infolist())
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
@@ -126,7 +127,7 @@ def _check_regular(path: Path) -> int:
     return found.st_size
 
 
-def _kind(path: Path) -> str:
+def _content_type(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     for magic, kind in MAGIC.items():
@@ -137,7 +138,7 @@ def _kind(path: Path) -> str:
     return "binary file" if is_binary(head) else "text"
 
 
-def _archive_kind(archive: zipfile.ZipFile) -> str:
+def _archive_type(archive: zipfile.ZipFile) -> str:
     names = archive.NameToInfo
     if "META-INF/container.xml" in names:
         return "epub"
@@ -155,7 +156,7 @@ def _has_folder(names: Iterable[str], folder: str) -> bool:
     return any(name.lstrip("/").startswith(folder) for name in names)
 
 
-def _mislabelled(path: Path, promised: str, found: str) -> str:
+def _mislabelled_message(path: Path, promised: str, found: str) -> str:
     what = "an older Office document" if found == "ole" else f"a {found}"
     is_read = found in KIND_OF.values()
     advice = f"Rename it to .{found}" if is_read else "Give it its right suffix, or convert it"

@@ -1,7 +1,7 @@
-"""Judges whether a text is a language's: a PDF's font may map its letters to nothing, or to other letters.
+"""Judges whether a text is in a language at all: a PDF's font may map its letters to nothing, or to other letters.
 
-Pure functions over counts of characters, words and neighbours. The thresholds lie between what 6,000 ordinary texts
-in 30 languages, code, tables and PDFs have, and what such fonts give.
+Pure functions over counts of characters, words and pairs of letters. The thresholds lie between the values of ordinary
+texts, code, tables and PDFs in 30 languages, and those of texts from such fonts.
 """
 
 import re
@@ -10,53 +10,54 @@ from collections import Counter
 from functools import cache
 from itertools import pairwise
 
-ENOUGH = 50  # visible characters, pairs of letters: of fewer nothing is said
-ENOUGH_WORDS = 20
+from ragblend.app.library.encodings import REPLACEMENT
+
+MIN_COUNT = 50  # of visible characters, and of pairs of letters: a shorter text is not judged
+MIN_WORDS = 20
 MOST_NO_TEXT = 0.1  # of visible characters: control and private-use characters, unassigned or replaced ones
 MOST_CHANGES = 0.25  # of pairs of neighbouring letters: from one script to another
 FEWEST_VOWELS, MOST_WITHOUT_VOWELS = 0.25, 0.15  # of the letters, and of the words, in Latin letters
-MOST_GLUED = 0.5  # of letters: in runs without any space
-LONGEST_WORD, FEWEST_RUNS = 40, 2  # letters; German words may be longer, but not all
-FEWEST_LETTERS = 10  # different ones in a run of words; genes have four
-NO_TEXT = {"Cc", "Cn", "Co", "Cs"}
-REPLACED = "\ufffd"
+MOST_GLUED = 0.5  # of the letters: those in long runs without any space
+LONGEST_WORD, FEWEST_RUNS = 40, 2  # a single German word may have more letters
+FEWEST_LETTERS = 10  # different letters in a run of words; a DNA sequence has four
+LOST_CATEGORIES = {"Cc", "Cn", "Co", "Cs"}
 VOWELS = set("aeiouyæøœıəɛɔ")
 WORD = re.compile(r"[^\W\d_]{4,25}")
 RUN = re.compile(rf"[^\W\d_]{{{LONGEST_WORD},}}")
-# Scripts that one text mixes: Japanese and Korean; a letter beside its formula's or its unit's.
-TOGETHER = dict.fromkeys(
+# Scripts that one text mixes: those of Japanese and Korean; Latin letters, and those of formulas and units.
+SCRIPT_GROUPS = dict.fromkeys(
     ("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "HALFWIDTH", "FULLWIDTH", "HANGUL", "BOPOMOFO", "IDEOGRAPHIC"),
     "CJK",
 ) | dict.fromkeys(("MATHEMATICAL", "MODIFIER", "MICRO", "DOUBLE-STRUCK", "BLACK-LETTER"), "LATIN")  # fmt: skip
-UNSPACED = {"CJK", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE"}
+WITHOUT_SPACES = {"CJK", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE"}
 
 
 def is_garbled(text: str) -> bool:
-    """Whether a text of some length is no language's. Code, tables, formulas and base64 are not called so."""
-    return _has_no_text(text) or _changes_scripts(text) or _lacks_vowels(text) or _lacks_spaces(text)
+    """Whether a text is in no language. False for short texts, and for code, tables, formulas and base64."""
+    return _has_lost_characters(text) or _changes_scripts(text) or _lacks_vowels(text) or _lacks_spaces(text)
 
 
-def _has_no_text(text: str) -> bool:
-    """As where a font has no map to Unicode, or one of its own."""
+def _has_lost_characters(text: str) -> bool:
+    """Whether many characters are not text: the font has no map to Unicode, or a private one."""
     counts = Counter(text)
     visible = sum(count for character, count in counts.items() if not character.isspace())
-    lost = sum(count for character, count in counts.items() if _is_no_text(character))
-    return visible >= ENOUGH and lost > MOST_NO_TEXT * visible
+    lost = sum(count for character, count in counts.items() if _is_lost(character))
+    return visible >= MIN_COUNT and lost > MOST_NO_TEXT * visible
 
 
 def _changes_scripts(text: str) -> bool:
-    """As where a font's own numbers are taken for Unicode: Greek beside Arabic beside Chinese."""
+    """Whether scripts change often, as when a font's glyph numbers are taken for Unicode: Greek, Arabic, Chinese."""
     counts = Counter(pairwise(text)).items()
     pairs = Counter({pair: count for pair, count in counts if "".join(pair).isalpha()})
     changes = sum(count for (one, other), count in pairs.items() if _script(one) != _script(other))
-    return pairs.total() >= ENOUGH and changes > MOST_CHANGES * pairs.total()
+    return pairs.total() >= MIN_COUNT and changes > MOST_CHANGES * pairs.total()
 
 
 def _lacks_vowels(text: str) -> bool:
-    """As where a font's numbers are shifted letters: `Wklv lv d whvw`."""
+    """Whether Latin words lack vowels, as when a font's numbers are shifted letters: `Wklv lv d whvw`."""
     words = [word for word in WORD.findall(text) if _is_plain(word) and _script(word[0]) == "LATIN"]
     letters = Counter("".join(words))
-    if len(words) < ENOUGH_WORDS or 2 * letters.total() < sum(map(str.isalpha, text)):
+    if len(words) < MIN_WORDS or 2 * letters.total() < sum(map(str.isalpha, text)):
         return False  # commands and names in a text of another script
     vowels = sum(count for letter, count in letters.items() if _base(letter) in VOWELS)
     without = sum(VOWELS.isdisjoint(map(_base, word)) for word in words)
@@ -64,11 +65,11 @@ def _lacks_vowels(text: str) -> bool:
 
 
 def _lacks_spaces(text: str) -> bool:
-    """As where a PDF places each letter alone, in a script that has spaces."""
-    runs = [run for run in RUN.findall(text) if _script(run[0]) not in UNSPACED and _is_plain(run)]
+    """Whether words have no spaces between them, in a script that has spaces: the PDF places each letter alone."""
+    runs = [run for run in RUN.findall(text) if _script(run[0]) not in WITHOUT_SPACES and _is_plain(run)]
     words = [run for run in runs if len(set(run)) >= FEWEST_LETTERS]
-    is_most = sum(map(len, words)) > MOST_GLUED * sum(map(str.isalpha, text))
-    return len(set(words)) >= FEWEST_RUNS and is_most
+    are_most_letters = sum(map(len, words)) > MOST_GLUED * sum(map(str.isalpha, text))
+    return len(set(words)) >= FEWEST_RUNS and are_most_letters
 
 
 def _is_plain(word: str) -> bool:
@@ -78,16 +79,16 @@ def _is_plain(word: str) -> bool:
 
 
 @cache
-def _is_no_text(character: str) -> bool:
-    is_lost = unicodedata.category(character) in NO_TEXT and not character.isspace()
-    return is_lost or character == REPLACED
+def _is_lost(character: str) -> bool:
+    is_lost = unicodedata.category(character) in LOST_CATEGORIES and not character.isspace()
+    return is_lost or character == REPLACEMENT
 
 
 @cache
 def _script(letter: str) -> str:
-    """Its Unicode name's first word."""
+    """The script of a letter: the first word of its Unicode name, or the group of scripts that it belongs to."""
     first = unicodedata.name(letter, "?").split()[0]
-    return TOGETHER.get(first, first)
+    return SCRIPT_GROUPS.get(first, first)
 
 
 @cache

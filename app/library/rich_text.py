@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ragblend.app.library.encodings import REPLACED
+from ragblend.app.library.encodings import REPLACEMENT
 from ragblend.app.library.html_text import super_or_subscript
 from ragblend.app.library.word_documents import font_character
 
@@ -39,8 +39,8 @@ def rtf_text(path: Path, notes: list[str]) -> list[tuple[str, str]]:
         lambda found: found[2] + super_or_subscript(found[1][:3], found[3]), ITEM_NUMBER.sub("", source)
     )
     found = str(rtf_to_text(NOTE.sub(r"{ (\1)}", source), errors="replace"))
-    if lost := found.count(REPLACED):
-        notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACED}")
+    if lost := found.count(REPLACEMENT):
+        notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACEMENT}")
     return [(found, "")]
 
 
@@ -63,7 +63,7 @@ def _decode_fonts(source: str) -> str:
             charset, name = fonts.get(stack[-1], (0, ""))
             codes = bytes.fromhex(found["letters"].replace("\\'", ""))
             if charset == SYMBOL_CHARSET:
-                return "".join(font_character(name, 0xF000 + code) or REPLACED for code in codes)
+                return "".join(font_character(name, 0xF000 + code) or REPLACEMENT for code in codes)
             if charset in CHARSETS:
                 return codes.decode(CHARSETS[charset], "replace")
         return found[0]

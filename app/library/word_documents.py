@@ -16,7 +16,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import REPLACED, decode
+from ragblend.app.library.encodings import REPLACEMENT, decode
 from ragblend.app.library.file_checks import archive_xml, open_archive
 from ragblend.app.library.html_text import CONTINUES_ABOVE, html_sections, inline_markup
 from ragblend.app.library.numerals import parse_number
@@ -72,7 +72,7 @@ def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
             notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
         if document.unknown_fonts:
             fonts = shortened(sorted(document.unknown_fonts))
-            notes.append(f"signs of these fonts were replaced by {REPLACED}: {fonts}")
+            notes.append(f"signs of these fonts were replaced by {REPLACEMENT}: {fonts}")
         return html_sections(html)
 
 
@@ -192,7 +192,7 @@ class _OfficeDocument:
             font = xml_attribute(node, "font")
             sign = font_character(font, int(code, 16))
             self.unknown_fonts |= set() if sign else {font}
-            out.append(escape(sign or REPLACED))
+            out.append(escape(sign or REPLACEMENT))
         elif name == "ddList":  # of a form: what is chosen in a list
             entries = [xml_attribute(each, "val") for each in node if local_name(each) == "listEntry"]
             chosen = parse_number(
