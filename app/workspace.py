@@ -158,7 +158,7 @@ class Workspaces(Closing):
         with self.writing():
             self.of(name).engine.forget_all()
             PassageRegistry.drop(self.home.root, name)
-        self.library.keep_collection(name)
+        self.library.add_collection(name)
 
     def forget(self, name: str) -> None:
         """Remove an emptied collection; the default one is kept in `names`."""
@@ -232,7 +232,7 @@ class Workspaces(Closing):
                 with closing(VectorIndex(self.home.chroma, collection, embedder)) as index:
                     index.erase()
             if erased:
-                self.library.erased(collection)
+                self.library.mark_erased(collection)
         if not erased:
             log.warning(
                 "deleted text stays in files of %s until other processes close them and the disk has room",

@@ -76,7 +76,7 @@ class StoreTab:
         with suppress(RagBlendError):  # there is no model, or its KV cannot be stored
             token_bytes = engine.token_bytes
         counts = workspaces.count_documents(), workspaces.count_passages()
-        return views.store.overview(maintenance.stats_value(engine.store), *counts, token_bytes)
+        return views.store.overview(maintenance.store_stats(engine.store), *counts, token_bytes)
 
     def set_budget(self, gib: float) -> Updates:
         try:

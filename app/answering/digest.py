@@ -207,7 +207,7 @@ class DocumentSummariser:
         result = self.engine.generate(prompt, cancel=cancel, on_text=on_text, **options)
         self.written += 1
         self._reports.append(result.report)
-        library.keep_note(self.document, key, result.text)
+        library.store_note(self.document, key, result.text)
         return result.text
 
     def _report(self, before_ms: float, total_ms: float) -> Report:

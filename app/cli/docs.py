@@ -62,10 +62,10 @@ def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
 @command(docs, "rm", forwarded=True)
 def remove_documents(cli: Cli, documents: References, collection: Collection = None) -> None:
     """Remove documents from the library: text, vectors and KV. The files themselves stay."""
-    from ragblend.app.library.removal import finish_deletions, remove_document
+    from ragblend.app.library.removal import delete_abandoned, remove_document
 
     with cli.open_collection(collection) as workspace, workspace.workspaces.writing():
-        finish_deletions(workspace.workspaces)
+        delete_abandoned(workspace.workspaces)
         library, name = workspace.library, workspace.settings.collection
         found = [library.find(name, each, cli.folder) for each in documents]
         removed = [remove_document(workspace, document) for document in dict.fromkeys(found)]

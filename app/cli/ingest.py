@@ -41,7 +41,7 @@ def ingest(
     """
     from ragblend.app.library.ingest import embed_in_full, encode_and_report, ingest_paths
     from ragblend.app.library.language import language_notice
-    from ragblend.app.library.switching import embed_anew
+    from ragblend.app.library.switching import switch_to_next_embedder
 
     with cli.open(collection=collection, embedder=embedder) as workspace:
         workspace.check_engine()
@@ -55,7 +55,7 @@ def ingest(
             with progress_bars(cli.terminal) as show:
                 report.interrupted = not (
                     embed_in_full(workspace, show, cli.terminal.check)
-                    and embed_anew(workspace, show, cli.terminal.check)
+                    and switch_to_next_embedder(workspace, show, cli.terminal.check)
                 )
             if notice := language_notice(workspace):
                 cli.note(notice)

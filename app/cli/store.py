@@ -20,11 +20,11 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 @command(store)
 def stats(cli: Cli, collection: Collection = None) -> None:
     """Show what is stored, its size, and the hits and misses of each tier, in all and of this process."""
-    from ragblend.app.library.maintenance import stats_value
+    from ragblend.app.library.maintenance import store_stats
 
     with cli.open_collection(collection) as workspace:
         name = workspace.settings.collection
-        value = stats_value(workspace.store)
+        value = store_stats(workspace.store)
         holdings = {
             "documents": len(workspace.library.documents(name)),
             "passages": workspace.library.count_passages(name),
@@ -88,10 +88,10 @@ def repair(cli: Cli, collection: OneOrAll = None) -> None:
 @command(store)
 def gc(cli: Cli) -> None:
     """Remove files that nothing refers to, quarantined files, and KV beyond the budget, which a full disk lowers."""
-    from ragblend.app.library.removal import finish_deletions
+    from ragblend.app.library.removal import delete_abandoned
 
     with cli.open() as workspace, workspace.workspaces.writing():
-        finish_deletions(workspace.workspaces)
+        delete_abandoned(workspace.workspaces)
         deleted = workspace.engine.forget(())  # completes a deletion that a kill interrupted
         report = workspace.store.gc()
         workspace.index.erase()

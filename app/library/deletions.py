@@ -1,7 +1,7 @@
-"""Deletions that can be undone for ten minutes: a document is hidden first, and deleted for good later.
+"""Deletions that can be undone for ten minutes: a document is hidden first, and deleted permanently later.
 
 Meanwhile this process holds `undo.lock` in the home. The hidden documents of a process that was killed are deleted when
-the page or the server starts, or by the next command that calls `finish_deletions`.
+the page or the server starts, or by the next command that calls `delete_abandoned`.
 """
 
 import logging
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ragblend.app.library.documents import Document
 from ragblend.app.library.ingest import restore_document
 from ragblend.app.library.jobs import JobQueue
-from ragblend.app.library.removal import delete_hidden, finish_deletions, hide_document, lock_hidden
+from ragblend.app.library.removal import delete_abandoned, delete_permanently, hide_document, lock_undo
 from ragblend.kvstore.errors import LibraryError, RagBlendError, StoreLockedError
 from ragblend.kvstore.files import Closing
 
@@ -25,31 +25,31 @@ log = logging.getLogger("ragblend")
 class UndoableDeletions(Closing):
     """The deletions that this process can undo; closing it completes them. Thread-safe. clock: monotonic, in seconds.
 
-    What belongs to it is changed by the thread that holds the writer lock.
+    Its fields are changed only by the thread that holds the writer lock.
     """
 
     def __init__(self, jobs: JobQueue, clock: Callable[[], float] = time.monotonic) -> None:
         self._jobs, self._workspaces, self._clock = jobs, jobs.workspaces, clock
         self._deadlines = dict[str, float]()  # by document id
         self._lock_file: int | None = None
-        self._timer, self._is_closed = threading.Timer(0, self._complete), False
+        self._timer, self._is_closed = threading.Timer(0, self._on_timer), False
 
     def start(self) -> None:
-        """Complete what a killed process left, in the background."""
+        """Delete the documents that a killed process left hidden, in the background."""
         if self._workspaces.library.hidden():
-            self._set_timer(0)
+            self._start_timer(0)
 
     def delete(self, document_ids: Sequence[str], collection: str) -> int:
-        """Delete documents of a collection until `undo`; unknown ids are ignored. Returns how many.
+        """Hide documents of a collection, and delete them unless `undo` follows in time. Unknown ids are ignored.
 
-        Raises LibraryError, StoreLockedError.
+        Returns how many were hidden. Raises LibraryError, StoreLockedError.
         """
         workspace = self._workspaces.of(collection)
         with self._workspaces.writing():
             known = workspace.library.documents_with(document_ids).values()
             found = [document for document in known if document.collection == collection]
             if found and self._lock_file is None:
-                self._lock_file = lock_hidden(workspace.home)
+                self._lock_file = lock_undo(workspace.home)
                 if self._lock_file is None:
                     raise StoreLockedError(
                         f"Deleting from {workspace.home.root}: another process can still undo deletions there. End it."
@@ -59,12 +59,12 @@ class UndoableDeletions(Closing):
                     self._deadlines[document.id] = self._clock() + UNDO_S
                     hide_document(workspace, document)
             finally:
-                self._set_timer(RETRY_S)
+                self._set_timer()
         self._jobs.wake()
         return len(found)
 
     def undo(self, document_id: str) -> None:
-        """Use a deleted document again; nothing is read or embedded. Raises LibraryError if it is too late."""
+        """Restore a deleted document, without reading or embedding it again. Raises LibraryError if it is too late."""
         with self._workspaces.writing():
             document = next((each for each in self.pending() if each.id == document_id), None)
             if document is None:
@@ -76,16 +76,18 @@ class UndoableDeletions(Closing):
         self._jobs.wake()
 
     def pending(self) -> list[Document]:
-        """The documents that `undo` would bring back, of all collections, the last one first."""
+        """The documents that `undo` can restore, of all collections, the last one deleted first."""
         deadlines, now = self._deadlines, self._clock()
         hidden = [each for each in self._workspaces.library.hidden() if deadlines.get(each.id, now) > now]
         return sorted(hidden, key=lambda each: -deadlines[each.id])
 
-    def complete_due(self) -> None:
-        """Delete for good what can no longer be undone. Raises LibraryError."""
+    def delete_expired(self) -> None:
+        """Delete the hidden documents that can no longer be restored. Raises LibraryError."""
         with self._workspaces.writing():
             library, pending = self._workspaces.library, {each.id for each in self.pending()}
-            delete_hidden(self._workspaces, [each for each in library.hidden() if each.id not in pending])
+            delete_permanently(
+                self._workspaces, [each for each in library.hidden() if each.id not in pending]
+            )
             now = self._clock()
             self._deadlines = {each.id: self._deadlines.get(each.id, now) for each in library.hidden()}
         self._jobs.wake()  # there may be room for more KV now
@@ -100,23 +102,25 @@ class UndoableDeletions(Closing):
             self._lock_file = None
             try:
                 with self._workspaces.writing():
-                    finish_deletions(self._workspaces)
+                    delete_abandoned(self._workspaces)
             except RagBlendError as error:
                 log.warning("%s Deleted documents stay hidden until the page starts again.", error)
 
-    def _set_timer(self, least_s: float) -> None:
-        """Call `complete_due` once something is due, but not before least_s seconds."""
+    def _set_timer(self) -> None:
+        """Call `_on_timer` at the next deadline, but not before RETRY_S seconds."""
         self._timer.cancel()
-        if self._deadlines or not least_s:
-            wait_s = min(self._deadlines.values(), default=0) - self._clock()
-            self._timer = threading.Timer(max(least_s, wait_s), self._complete)
-            self._timer.daemon = True
-            self._timer.start()
+        if self._deadlines:
+            self._start_timer(max(RETRY_S, min(self._deadlines.values()) - self._clock()))
 
-    def _complete(self) -> None:
+    def _start_timer(self, wait_s: float) -> None:
+        self._timer = threading.Timer(wait_s, self._on_timer)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _on_timer(self) -> None:
         try:
-            self.complete_due()
+            self.delete_expired()
         except Exception as error:  # another process writes, say
             log.warning("%s Deleted documents stay hidden, and this is tried again.", error)
         if not self._is_closed:
-            self._set_timer(RETRY_S)
+            self._set_timer()

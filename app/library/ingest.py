@@ -27,8 +27,8 @@ from ragblend.app.library.documents import (
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.registry import SKETCHED, Embeddings
-from ragblend.app.library.removal import finish_deletions, remove_document
-from ragblend.app.library.switching import choose_embedder, embed_anew
+from ragblend.app.library.removal import delete_abandoned, remove_document
+from ragblend.app.library.switching import choose_embedder, switch_to_next_embedder
 from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
@@ -88,7 +88,7 @@ def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress 
     report = ingest_paths(workspace, paths, on_progress)
     if not report.interrupted:
         report.interrupted = not (
-            embed_in_full(workspace, on_progress) and embed_anew(workspace, on_progress)
+            embed_in_full(workspace, on_progress) and switch_to_next_embedder(workspace, on_progress)
         )
 
     def show(kv: KvProgress) -> None:
@@ -117,7 +117,7 @@ def ingest_paths(
         steps = run.ingest_all(discover(paths, workspace.settings.skip, workspace.home.root), prune)
         while not is_over:
             with workspaces.writing(patient=has_yielded):
-                finish_deletions(workspaces)
+                delete_abandoned(workspaces)
                 is_over = not any(workspaces.has_waiting_writer for _ in steps)
             has_yielded = True
     except KeyboardInterrupt:

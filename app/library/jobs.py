@@ -22,7 +22,7 @@ from ragblend.app.library.ingest import embed_in_full, ingest_file
 from ragblend.app.library.job_store import OPEN, RUNNING, FileJob, JobState
 from ragblend.app.library.language import language_notice
 from ragblend.app.library.removal import RemovedDocument, remove_document
-from ragblend.app.library.switching import embed_anew
+from ragblend.app.library.switching import switch_to_next_embedder
 from ragblend.app.library.uploads import delete_upload, delete_uploads, store_upload
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.workspace import Workspaces
@@ -296,7 +296,7 @@ class JobQueue:
             if not embed_in_full(workspace, show_embedding, is_cancelled):
                 return
             try:
-                if not embed_anew(workspace, show_embedding, is_cancelled):
+                if not switch_to_next_embedder(workspace, show_embedding, is_cancelled):
                     return
                 messages.append(language_notice(workspace))
             except ModelError as error:  # of the next embedder; questions are answered with the old one

@@ -4,7 +4,8 @@ from ragblend.app.library.stop_words import ENGLISH, languages_of_prose, prose_w
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
-LOOKED_AT, LEAST_WORDS = 200, 10
+SAMPLED_PASSAGES = 200
+LEAST_WORDS = 10  # of a text, to judge its language
 NOTICE = (
     "Many documents in {collection!r} are not in English, which is the only language that the bundled embedder knows: "
     "passages are found by their words, hardly by their meaning. A multilingual embedder finds both, such as "
@@ -13,24 +14,24 @@ NOTICE = (
 
 
 def language_notice(workspace: Workspace) -> str:
-    """What to tell the user of a collection whose language the embedder does not know; "" if it was told before."""
+    """What to tell the user if the embedder does not know the documents' language; "" if it does, or they were told."""
     collection = workspace.settings.collection
-    if knows_language(workspace) or not workspace.library.tell_once(collection):
+    if knows_language(workspace) or not workspace.library.mark_told(collection):
         return ""
     return NOTICE.format(collection=collection)
 
 
 def knows_language(workspace: Workspace) -> bool:
-    """Whether two thirds of the passages are in English, or the embedder is another one, of which this is not known."""
+    """Whether two thirds of a sample of passages are in English; True for an embedder whose languages are unknown."""
     if workspace.embedder_name != DEFAULT:
         return True
     nodes = list(workspace.library.nodes(workspace.settings.collection))
-    some = workspace.library.passages(nodes[:: max(1, len(nodes) // LOOKED_AT)])
-    return 3 * sum(not is_english(passage.text) for passage in some.values()) <= len(some)
+    sample = workspace.library.passages(nodes[:: max(1, len(nodes) // SAMPLED_PASSAGES)])
+    return 3 * sum(not is_english(passage.text) for passage in sample.values()) <= len(sample)
 
 
 def is_english(text: str) -> bool:
-    """Also true for a table, and for a text too short to tell."""
+    """Whether a text is in English; also true for a table, and for a text that is too short to tell."""
     if not prose_words(text) or len(words_without_numbers(text)) < LEAST_WORDS:
         return True
     return ENGLISH in languages_of_prose(text)

@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """The result of a repair. lost: paths of damaged documents whose files have changed since, so stay incomplete.
+    """The result of a repair. lost: paths of damaged documents that stay incomplete, because their files have changed.
 
     encoded: passages that the repair encoded; with_kv: how many of all have KV now (None: another process encodes).
     """
@@ -106,9 +106,10 @@ def repair(
     """
     library = workspace.library
     spaces = {each.settings.collection: each for each in _workspaces(workspace, collection)}
-    library.index_words()  # first: with a wrong index of words a passage could not be deleted
+    library.rebuild_words()  # first: with a wrong index of words a passage could not be deleted
     incomplete = [each for each in library.incomplete_documents() if each.collection in spaces]
-    lost = tuple(each.path for each in incomplete if not _restored(spaces[each.collection], each))
+    restored = [each for each in incomplete if _ingest_if_unchanged(spaces[each.collection], each)]
+    lost = tuple(each.path for each in incomplete if each not in restored)
     for path in lost:
         note(f"{path}: {LOST} Its file has changed since; until then only its other passages are found.")
     note("Rebuilding the vector index from the registry ...")
@@ -126,13 +127,13 @@ def repair(
         encoded=sum(each.encoded for each in kv),
         with_kv=None if any(each.with_kv is None for each in kv) else sum(each.with_kv or 0 for each in kv),
         damaged_kv=damaged,
-        restored=len(incomplete) - len(lost),
+        restored=len(restored),
         lost=lost,
     )
 
 
-def _restored(workspace: Workspace, document: Document) -> bool:
-    """Ingest the document again if its file is still the one that was ingested; whether it is."""
+def _ingest_if_unchanged(workspace: Workspace, document: Document) -> bool:
+    """Ingest the document again if its file has not changed since. Returns whether it was ingested."""
     path = document.file
     if not path.is_file() or content_digest(path) != document.facts.sha256:
         return False
@@ -140,19 +141,19 @@ def _restored(workspace: Workspace, document: Document) -> bool:
     return True
 
 
-def stats_value(kv: "KVStore") -> dict[str, Any]:
+def store_stats(kv: "KVStore") -> dict[str, Any]:
     """The store's part of `store stats --json`: totals, and for each tier its contents and hit counts.
 
     A tier that only another process has (the memory of a running server) has no entries, bytes and budget here.
     """
     from ragblend.kvstore.counters import Counts
 
-    whole, here, counts = kv.stats(), kv.stats_by_tier(), kv.counts_by_tier()
+    whole, own_tiers, counts = kv.stats(), kv.stats_by_tier(), kv.counts_by_tier()
     tiers: dict[str, Any] = {}
     for tier, totals in kv.totals_by_tier().items():
-        now = asdict(here[tier]) if tier in here else {}
+        content = asdict(own_tiers[tier]) if tier in own_tiers else {}
         process = {"this_process": asdict(counts.get(tier, Counts()))}
-        tiers[tier] = now | asdict(totals) | process
+        tiers[tier] = content | asdict(totals) | process
     held = {"entries": whole.entries, "bytes": whole.bytes, "budget_bytes": whole.budget_bytes}
     value = held | {"policy": kv.policy, "tiers": tiers}
     if kv.remote is not None:

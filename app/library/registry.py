@@ -1,6 +1,6 @@
-"""The registry of documents in SQLite: documents, passages with text and embeddings, the index of words. Never lost.
+"""The registry in SQLite: documents, passages with text and embeddings, the index of words.
 
-Everything else (Chroma's index, all KV) can be rebuilt from this file.
+Everything else (Chroma's index, all KV) can be rebuilt from this file, and this file only by ingesting again.
 """
 
 import logging
@@ -44,11 +44,12 @@ log = logging.getLogger("ragblend")
 # and emptied once Chroma and the KV store have deleted them, so that a crash in between leaks nothing.
 # `unerased`: collections with deleted text whose bytes are still to be erased in other files.
 # `documents.notes`: what was guessed, replaced or left out of the text, a line each.
-# `embedders`: by which embedder a collection's vectors are, and by which they are to be: the vectors by `next` are in
-# `next_embeddings` until all are there. See `CollectionEmbedder`.
+# `embedders`: each collection's current and next embedder (`CollectionEmbedder`). `next_embeddings`: vectors by the
+# next one, until every passage has some.
 # `digest_notes`: a model's notes on a document for its summary, by the prompt that they answer.
-# `words`: the full-text index (FTS5) of passages, without a copy of the text, which it reads from a view; `numbers` has
-# row numbers that survive a VACUUM. A passage is deleted before its document, because the view needs both.
+# `words`: the full-text index (FTS5) of passages. It has no copy of the text, but reads it from the view `wordings`.
+# `numbers`: the passages' row numbers in that index, which survive a VACUUM. A passage is deleted before its document,
+# because the view needs both.
 TABLES = (
     "CREATE TABLE documents (id TEXT PRIMARY KEY, path TEXT NOT NULL, collection TEXT NOT NULL, "
     "state TEXT NOT NULL CHECK (state IN ('pending', 'done', 'failed')), reason TEXT NOT NULL DEFAULT '', "
@@ -96,7 +97,7 @@ class DocumentPage:
 
 @dataclass(frozen=True)
 class UnrelatedSimilarity:
-    """The cosine similarity of a question to passages about other things: of a typical one, and of the best one."""
+    """The cosine similarity of a question to passages about other things: to a typical one, and to the most similar."""
 
     typical: float
     best: float
@@ -104,10 +105,10 @@ class UnrelatedSimilarity:
 
 @dataclass(frozen=True)
 class CollectionEmbedder:
-    """The embedder of a collection's vectors, as in the settings. next: the one that replaces it, if any.
+    """The embedder of a collection's vectors, named as in the settings. next: the one that is to replace it, if any.
 
-    old: one whose index is still to be deleted; typical, best: of `unrelated`, as measured with so many passages;
-    told: whether the user was told that it does not know the documents' language.
+    old: an earlier one, whose index is still to be deleted; typical, best: `UnrelatedSimilarity`, as measured when the
+    collection had `measured` passages; told: whether the user was told that it does not know the documents' language.
     """
 
     name: str
@@ -120,7 +121,7 @@ class CollectionEmbedder:
 
     @property
     def unrelated(self) -> UnrelatedSimilarity | None:
-        """None if it was not measured, or with too few passages."""
+        """None if it was not measured."""
         if self.typical is None or self.best is None:
             return None
         return UnrelatedSimilarity(self.typical, self.best)
@@ -232,7 +233,7 @@ class Library(Database):
         )
 
     def begin(self, collection: str, path: str) -> str:
-        """Mark a document as pending, and keep what is known of it. Returns its id."""
+        """Add a document as pending, or mark a known one as pending and keep its passages. Returns its id."""
         key = document_id(collection, path)
         query = (
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
@@ -259,7 +260,7 @@ class Library(Database):
         self.execute(query, reason, now(), document)
 
     def set_facts(self, document: str, facts: FileFacts) -> None:
-        """Store a file's new time, when only that has changed."""
+        """Store a file's facts, where its content has not changed."""
         with self.transaction() as connection:
             _update_facts(connection, document, facts)
 
@@ -308,12 +309,12 @@ class Library(Database):
         of_documents = f"SELECT collection AS name FROM documents WHERE NOT {IS_HIDDEN}"
         return self.column(f"{of_documents} UNION SELECT name FROM collections ORDER BY name")
 
-    def keep_collection(self, name: str) -> None:
-        """Keep a collection even while it is empty."""
+    def add_collection(self, name: str) -> None:
+        """Add a collection, which then exists even while it is empty."""
         self.execute("INSERT OR IGNORE INTO collections VALUES (?)", name)
 
     def forget_collection(self, name: str) -> None:
-        """Stop keeping a collection while it is empty, and forget its embedder."""
+        """Remove an empty collection and its embedder from the registry."""
         with self.transaction() as connection:
             connection.execute("DELETE FROM collections WHERE name = ?", (name,))
             connection.execute("DELETE FROM embedders WHERE collection = ?", (name,))
@@ -325,10 +326,10 @@ class Library(Database):
         rows = self.rows("SELECT * FROM embedders WHERE collection = ?", collection)
         return CollectionEmbedder(*rows[0][1:]) if rows else None
 
-    def want_embedder(self, collection: str, name: str) -> None:
-        """Choose the embedder of a collection: at once if there are no passages, else as the next one.
+    def set_embedder(self, collection: str, name: str) -> None:
+        """Set the embedder of a collection: the current one if there are no passages, else the next one.
 
-        Vectors of another next one are deleted.
+        Vectors by another next embedder are deleted.
         """
         known = self.embedder(collection)
         is_empty = not self.has_passages(collection) and not self.hidden(collection)
@@ -343,8 +344,8 @@ class Library(Database):
                 query = "UPDATE embedders SET old = coalesce(next, old), next = ? WHERE collection = ?"
                 connection.execute(query, (wanted, collection))
 
-    def without_next(self, collection: str) -> list[Document]:
-        """Documents with passages that have no vectors by the next embedder."""
+    def documents_to_embed(self, collection: str) -> list[Document]:
+        """Documents with passages that still need vectors by the next embedder."""
         query = (
             "SELECT DISTINCT document_id FROM chunks JOIN documents ON documents.id = document_id "
             "WHERE collection = ? AND node_id NOT IN (SELECT node_id FROM next_embeddings)"
@@ -352,7 +353,9 @@ class Library(Database):
         found = self.documents_with(self.column(query, collection))
         return sorted(found.values(), key=lambda document: document.path)
 
-    def keep_next(self, embedder: str, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
+    def store_next_embeddings(
+        self, embedder: str, node_ids: Sequence[str], embeddings: Sequence[Embeddings]
+    ) -> None:
         """Store vectors by the next embedder, (W, E) each; passages that were deleted meanwhile get none."""
         query = (
             "INSERT OR REPLACE INTO next_embeddings SELECT node_id, ?, ? FROM chunks "
@@ -364,15 +367,15 @@ class Library(Database):
                 connection.execute(query, (len(rows), _blob(rows), node, embedder))
 
     def next_embeddings(self, node_ids: Sequence[str]) -> tuple[list[str], list[Embeddings]]:
-        """The vectors by the next embedder of those of these passages that have some."""
+        """(node ids, embeddings) by the next embedder; passages without any are left out."""
         rows = self.among("SELECT * FROM next_embeddings WHERE node_id IN", node_ids)
         return [row["node_id"] for row in rows], [_embedding(row) for row in rows]
 
     def switch_embedder(self, collection: str, name: str) -> None:
-        """Use the vectors by the next embedder from now on, if it is this one and every passage has some."""
+        """Replace all vectors by those of the next embedder, if it still is this one and every passage has some."""
         with self.transaction() as connection:
             known = self.embedder(collection)
-            if known is None or known.next != name or self.without_next(collection):
+            if known is None or known.next != name or self.documents_to_embed(collection):
                 return
             for query in (
                 "UPDATE chunks SET windows = n.windows, embedding = n.embedding FROM next_embeddings AS n "
@@ -385,16 +388,16 @@ class Library(Database):
                 connection.execute(query, (collection,))
 
     def forget_old_embedder(self, collection: str) -> None:
-        """Note that the index of the embedder before is deleted."""
+        """Record that the old embedder's index is deleted."""
         self.execute("UPDATE embedders SET old = NULL WHERE collection = ?", collection)
 
-    def keep_similarity(self, collection: str, unrelated: UnrelatedSimilarity, passages: int) -> None:
+    def store_similarity(self, collection: str, unrelated: UnrelatedSimilarity, passages: int) -> None:
         """Store the similarity of unrelated texts, as measured with so many passages."""
         query = "UPDATE embedders SET typical = ?, best = ?, measured = ? WHERE collection = ?"
         self.execute(query, unrelated.typical, unrelated.best, passages, collection)
 
-    def tell_once(self, collection: str) -> bool:
-        """Whether the user was not told yet; from now on they were."""
+    def mark_told(self, collection: str) -> bool:
+        """Record that the user was told of a language that the embedder does not know. False if it was recorded before."""
         query = "UPDATE embedders SET told = 1 WHERE collection = ? AND told = 0"
         return bool(self.execute(query, collection).rowcount)
 
@@ -512,7 +515,7 @@ class Library(Database):
         query = "SELECT text FROM digest_notes WHERE document_id = ? AND origin = ?"
         return next(iter(self.column(query, document, origin)), None)
 
-    def keep_note(self, document: Document, origin: str, text: str) -> None:
+    def store_note(self, document: Document, origin: str, text: str) -> None:
         """Store a note until the document changes; nothing is stored if it has changed already."""
         with self.transaction() as connection:
             connection.execute(
@@ -524,7 +527,7 @@ class Library(Database):
     # --- damage and erasing ----------------------------------------------------------------------
 
     def incomplete_documents(self) -> list[Document]:
-        """Documents that lost passages to damage, and were not ingested again since."""
+        """Documents that lost passages to damage and were not ingested again."""
         where = f"state = 'failed' AND reason = ? AND NOT {IS_HIDDEN}"
         rows = self.rows(f"SELECT {COLUMNS} WHERE {where} ORDER BY path", LOST)
         return [_document(row) for row in rows]
@@ -533,11 +536,11 @@ class Library(Database):
         """Collections with deleted text that other files may still have."""
         return self.column("SELECT collection FROM unerased")
 
-    def erased(self, collection: str) -> None:
-        """Note that no other file has deleted text of this collection."""
+    def mark_erased(self, collection: str) -> None:
+        """Record that no other file has deleted text of this collection any more."""
         self.execute("DELETE FROM unerased WHERE collection = ?", collection)
 
-    def index_words(self) -> None:
+    def rebuild_words(self) -> None:
         """Rebuild the index of words from the passages."""
         for statement in self._full_text("rebuild"):
             self.execute(statement)

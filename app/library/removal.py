@@ -18,7 +18,7 @@ from ragblend.kvstore.files import make_private_file
 
 @dataclass(frozen=True)
 class RemovedDocument:
-    """What was removed. bytes_freed: KV files that no other document shares, and the uploaded copy."""
+    """What was removed. bytes_freed: by KV files that no other document shares, and by the uploaded copy."""
 
     path: str
     passages: int
@@ -39,8 +39,8 @@ def hide_document(workspace: Workspace, document: Document) -> None:
     _forget_jobs(workspace, document)
 
 
-def lock_hidden(home: Home) -> int | None:
-    """Lock the home's hidden documents: nobody else may delete them for good. Returns the file to close, or None if
+def lock_undo(home: Home) -> int | None:
+    """Lock the home's hidden documents, so that no other process deletes them. Returns the file to close, or None if
     another process has the lock.
     """
     make_private_file(home.undo_lock)
@@ -51,8 +51,8 @@ def lock_hidden(home: Home) -> int | None:
     return None
 
 
-def delete_hidden(workspaces: Workspaces, documents: Iterable[Document]) -> None:
-    """Delete hidden documents for good, except those whose file is queued again: ingest restores them."""
+def delete_permanently(workspaces: Workspaces, documents: Iterable[Document]) -> None:
+    """Delete hidden documents permanently, except those whose file is queued again: ingest restores them."""
     for document in documents:
         workspace, queued = workspaces.of(document.collection), set[str]()
         if workspaces.home.jobs.exists():
@@ -61,29 +61,32 @@ def delete_hidden(workspaces: Workspaces, documents: Iterable[Document]) -> None
             remove_document(workspace, document)
 
 
-def finish_deletions(workspaces: Workspaces) -> None:
-    """Delete documents for good that a process hid and nobody can bring back any more, because it has ended.
+def delete_abandoned(workspaces: Workspaces) -> None:
+    """Delete the hidden documents that cannot be restored any more, because the process that hid them has ended.
 
     Call it inside `workspaces.writing()`.
     """
-    if (hidden := workspaces.library.hidden()) and (lock := lock_hidden(workspaces.home)) is not None:
+    if (hidden := workspaces.library.hidden()) and (lock := lock_undo(workspaces.home)) is not None:
         try:
-            delete_hidden(workspaces, hidden)
+            delete_permanently(workspaces, hidden)
         finally:
             os.close(lock)
 
 
 def remove_document(workspace: Workspace, document: Document) -> RemovedDocument:
-    """Remove a document and everything made from it. Call it inside `workspaces.writing()`, which erases the rest."""
+    """Remove a document and everything made from it. Call it inside `workspaces.writing()`.
+
+    At its end `writing` erases the deleted text from files that still hold it.
+    """
     library, home = workspace.library, workspace.home
     nodes = library.node_ids(document.id)
-    everything = [*nodes, *library.stale(document.id)]
+    all_nodes = [*nodes, *library.stale(document.id)]
     freed = 0
-    if everything:
+    if all_nodes:
         for index in workspace.indexes:
-            index.delete(everything)
-        workspace.known_passages.remove(everything)
-        freed = workspace.engine.forget(everything)
+            index.delete(all_nodes)
+        workspace.known_passages.remove(all_nodes)
+        freed = workspace.engine.forget(all_nodes)
     _forget_jobs(workspace, document)
     freed += delete_upload(home, document.file)
     library.remove(document.id)

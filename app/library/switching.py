@@ -1,8 +1,9 @@
-"""Changes a collection's embedder: embeds all passages anew while the old vectors answer, then switches.
+"""Changes a collection's embedder: embeds all passages again while searches use the old vectors, then switches.
 
-The choice is stored (`choose_embedder`) -> document by document its passages get vectors by the next embedder -> its
-index is built -> one transaction switches -> the old index is deleted. Every step may be interrupted: the next call of
-`embed_anew` continues. What is ingested meanwhile is embedded by the old embedder, and so by the next one too.
+The choice is stored (`choose_embedder`) -> document by document, passages get vectors by the next embedder -> its index
+is built -> one transaction switches -> the old index is deleted. Every step may be interrupted: the next call of
+`switch_to_next_embedder` continues. Documents that are ingested meanwhile are embedded by the old embedder first, and
+then by the next one.
 """
 
 import os
@@ -16,11 +17,11 @@ from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 from ragblend.kvstore.errors import Cancelled
 
-INDEXED_NODES = 1000  # at once: ten times faster than document by document
+INDEXED_NODES = 1000  # per call: ten times faster than document by document
 
 
 def choose_embedder(workspace: Workspace) -> None:
-    """Store the settings' embedder as the collection's next one, or at once as its own if it has no passages."""
+    """Make the settings' embedder the collection's next one, or its current one if it has no passages."""
     library, collection = workspace.library, workspace.settings.collection
     wanted = workspace.settings.embedder
     if wanted is None:
@@ -28,22 +29,23 @@ def choose_embedder(workspace: Workspace) -> None:
     elif os.path.isdir(folder := os.path.expanduser(wanted)):
         wanted = os.path.realpath(folder)
     if wanted is not None:
-        library.want_embedder(collection, wanted)
+        library.set_embedder(collection, wanted)
 
 
-def embed_anew(
+def switch_to_next_embedder(
     workspace: Workspace, on_progress: OnProgress = silent, is_cancelled: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Embed by the collection's next embedder, if it has one, and switch to it; what is done is kept.
+    """Embed all passages by the collection's next embedder, if it has one, and switch to it.
 
-    False if Ctrl-C or is_cancelled() ended it. The writer lock is held for moments. Raises ModelError.
+    False if Ctrl-C or is_cancelled() ended it; what is done is kept. The writer lock is held only for
+    moments. Raises ModelError.
     """
     choose_embedder(workspace)
     library, collection = workspace.library, workspace.settings.collection
     meter = ProgressCounter(on_progress, is_cancelled)
     try:
         while (known := library.embedder(collection)) and known.next:
-            waiting = library.without_next(collection)
+            waiting = library.documents_to_embed(collection)
             meter.count("embed", more=sum(document.passages for document in waiting))
             for document in waiting:
                 meter.name = document.name
@@ -63,11 +65,11 @@ def _embed_document(workspace: Workspace, document: Document, embedder: str, met
     passages = library.passages_of(document.id)
     texts = [passage.text for passage in passages]
     rows = workspace.workspaces.embedder(embedder).embed_passages(texts, meter.within("embed"))
-    library.keep_next(embedder, [passage.node_id for passage in passages], rows)
+    library.store_next_embeddings(embedder, [passage.node_id for passage in passages], rows)
 
 
 def _switch(workspace: Workspace, embedder: str) -> None:
-    """Build the index of the next embedder and use it, unless a document came meanwhile."""
+    """Build the index of the next embedder and switch to it, unless a document was added meanwhile."""
     library, collection = workspace.library, workspace.settings.collection
     with workspace.workspaces.writing():
         index, nodes = workspace.index_by(embedder), list(library.nodes(collection))
@@ -76,7 +78,9 @@ def _switch(workspace: Workspace, embedder: str) -> None:
         for start in range(0, len(missing), INDEXED_NODES):
             index.upsert(*library.next_embeddings(missing[start : start + INDEXED_NODES]))
         index.delete([*(indexed - set(nodes))])
-        for document in library.hidden(collection):  # it has no vectors by the next embedder
+        for document in library.hidden(
+            collection
+        ):  # its deletion cannot be undone: it has no vectors by the next embedder
             remove_document(workspace, document)
         library.switch_embedder(collection, embedder)
 

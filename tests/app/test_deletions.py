@@ -18,7 +18,7 @@ from ragblend.app.library.encoding import encode_missing
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.maintenance import check_index
 from ragblend.app.library.registry import Library
-from ragblend.app.library.switching import embed_anew
+from ragblend.app.library.switching import switch_to_next_embedder
 from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspaces
 from ragblend.integrations.chroma import VectorIndex
@@ -178,13 +178,13 @@ def test_after_ten_minutes_nothing_of_it_is_left(deletions, workspaces, document
     nodes = workspaces.library.node_ids(document.id)
     deletions.delete([document.id], "default")
     clock.seconds += UNDO_S - 1
-    deletions.complete_due()
+    deletions.delete_expired()
     assert left_of(home, nodes) and len(deletions.pending()) == 1
     clock.seconds += 1
     assert deletions.pending() == []
     with pytest.raises(LibraryError, match="it was deleted for good"):
         deletions.undo(document.id)
-    deletions.complete_due()
+    deletions.delete_expired()
     assert is_gone(home, nodes) and names(workspaces) == ["boats.txt", "bread.md", "sky.txt"]
     assert cited(workspaces) == {DELETED_TEXT, ""}
 
@@ -231,12 +231,12 @@ def test_ingesting_it_again_brings_it_back(deletions, workspaces, document, home
     assert (report.updated if changed else report.unchanged) == [str(secret)]
     assert (len(workspaces.first.embedder.embedded) == embedded) is not changed
     clock.seconds += UNDO_S
-    deletions.complete_due()
+    deletions.delete_expired()
     assert "secret.txt" in names(workspaces), "the old deadline does not count"
     assert is_gone(home, nodes) is changed
     deletions.delete([document.id], "default")  # the same again
     clock.seconds += UNDO_S
-    deletions.complete_due()
+    deletions.delete_expired()
     assert is_gone(home, nodes) and "secret.txt" not in names(workspaces)
 
 
@@ -249,7 +249,7 @@ def test_an_upload_that_waits_in_the_queue_is_not_deleted(deletions, workspaces,
     deletions.delete([workspaces.library.find("default", "letter.txt").id], "default")
     jobs.upload([letter], "default")
     clock.seconds += UNDO_S
-    deletions.complete_due()
+    deletions.delete_expired()
     assert os.path.exists(job.path)
     assert ingest(workspaces.first, [Path(job.path)]).unchanged and "letter.txt" in found(workspaces)
 
@@ -271,7 +271,7 @@ def test_another_embedder_completes_it(deletions, workspaces, documents, documen
     deletions.delete(everything, "default")
     workspaces.change(embedder="sentence-transformers/other")
     assert workspaces.first.embedder_name == "default"
-    assert embed_anew(workspaces.first)
+    assert switch_to_next_embedder(workspaces.first)
     assert workspaces.first.embedder_name == "sentence-transformers/other"
     assert deletions.pending() == []
     assert is_gone(home, nodes)

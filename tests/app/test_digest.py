@@ -145,7 +145,7 @@ def test_notes_are_deleted_with_and_on_change_of_the_document(talks, document, e
     log.write_text("\n\n".join([*SHIPS[:-1], "The last ship carries nothing but sand."]))
     ingest_paths(workspaces.first, [log])
     assert kept() == 0
-    workspaces.library.keep_note(document, "an answer about the text before", "late")
+    workspaces.library.store_note(document, "an answer about the text before", "late")
     assert kept() == 0, "what was asked about the earlier text came too late"
     changed = workspaces.library.find("default", "log.txt")
     talks.digest(changed).whole()

@@ -145,7 +145,7 @@ def test_damaged_index_of_words_is_rebuilt(library, caplog):
     assert by_words(library, ["default"], "boat", 5) == {}
     assert "store repair" in caplog.records[0].getMessage() and "malformed" in library.words_damage()
     assert len(library.passages_of(document)) == 3
-    library.index_words()
+    library.rebuild_words()
     assert by_words(library, ["default"], "boat", 5).keys() == {nodes[0]} and library.words_damage() == ""
 
 

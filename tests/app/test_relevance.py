@@ -14,7 +14,7 @@ from ragblend.app.cli import demo
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.language import is_english
 from ragblend.app.library.registry import UnrelatedSimilarity
-from ragblend.app.library.similarity import FOREIGN, RECORDED
+from ragblend.app.library.similarity import RECORDED, UNRELATED_QUESTIONS
 from ragblend.app.library.word_search import WordMatch
 from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.embeddings import BUNDLED, DEFAULT
@@ -111,7 +111,11 @@ def test_an_unknown_embedder_is_measured_in_the_collection(open_workspace, tmp_p
 
 
 def test_the_bundled_embedder_is_recorded():
-    assert BUNDLED in RECORDED and len(set(FOREIGN)) == len(FOREIGN) and DEFAULT != BUNDLED
+    assert (
+        BUNDLED in RECORDED
+        and len(set(UNRELATED_QUESTIONS)) == len(UNRELATED_QUESTIONS)
+        and DEFAULT != BUNDLED
+    )
 
 
 @pytest.mark.parametrize(

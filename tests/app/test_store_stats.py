@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragblend.app.cli.main import app
-from ragblend.app.library.maintenance import stats_value
+from ragblend.app.library.maintenance import store_stats
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey
@@ -36,7 +36,7 @@ def use(root, chunk, budget_bytes=1 << 20, **more):
         store.promote(key, chunk.token_ids)
         store.get(key, chunk.token_ids)
         store.get(key, chunk.token_ids)
-        return stats_value(store)
+        return store_stats(store)
 
 
 def test_each_tier_counts_its_own_over_all_processes(tmp_path, chunk):
@@ -80,7 +80,7 @@ def test_stats_include_the_shared_store(tmp_path, chunk, redis_server, monkeypat
         other.put(key, chunk)
     with KVStore.open(tmp_path / "kv", 1 << 20, remote=url) as store:
         assert store.remote.fetch(Wanted(key, chunk.token_ids, TINY, 0)) is not None
-        here = stats_value(store)
+        here = store_stats(store)
     assert here["remote"]["read_bytes"] == chunk.nbytes and here["remote"]["state"] == "available"
     assert here["tiers"]["remote"]["this_process"] == COUNTS | {"hits": 1}
     monkeypatch.setenv("RAGBLEND_REMOTE", url)

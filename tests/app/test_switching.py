@@ -10,7 +10,7 @@ from ragblend.app.library import maintenance
 from ragblend.app.library.ingest import ingest, ingest_paths
 from ragblend.app.library.registry import Library
 from ragblend.app.library.removal import remove_document
-from ragblend.app.library.switching import embed_anew
+from ragblend.app.library.switching import switch_to_next_embedder
 from ragblend.app.workspace import Workspaces
 from ragblend.integrations.chroma import VectorIndex
 from ragblend.integrations.embeddings import DEFAULT
@@ -64,7 +64,7 @@ def test_the_old_vectors_answer_until_all_are_there(ingested, open_workspace, em
         (changed.embedder_name, sizes(changed), found(changed))
     )
     progress = []
-    assert embed_anew(changed, lambda *stage, **_: progress.append(stage))
+    assert switch_to_next_embedder(changed, lambda *stage, **_: progress.append(stage))
     assert set(map(str, seen)) == {str(("default", {64}, ["boats.txt"]))} and len(seen) == 3
     total = changed.library.count_passages("default")
     assert ("embed", total, total, "sky.txt") in progress
@@ -74,12 +74,21 @@ def test_the_old_vectors_answer_until_all_are_there(ingested, open_workspace, em
     assert maintenance.check_index(changed) == []
     before = list(embedders["other"].embedded)
     again = open_workspace()  # the collection keeps it, whatever the settings leave out
-    assert embed_anew(again) and again.embedder_name == "other" and embedders["other"].embedded == before
+    assert (
+        switch_to_next_embedder(again)
+        and again.embedder_name == "other"
+        and embedders["other"].embedded == before
+    )
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Library, "keep_next"), (VectorIndex, "upsert"), (Library, "switch_embedder"), (VectorIndex, "drop")],
+    [
+        (Library, "store_next_embeddings"),
+        (VectorIndex, "upsert"),
+        (Library, "switch_embedder"),
+        (VectorIndex, "drop"),
+    ],
 )
 def test_a_kill_anywhere_loses_nothing(
     ingested, open_workspace, embedders, documents, monkeypatch, owner, name
@@ -89,20 +98,20 @@ def test_a_kill_anywhere_loses_nothing(
 
         def dying(*values):
             calls.append(name)
-            if len(calls) == 2 or name != "keep_next":
+            if len(calls) == 2 or name != "store_next_embeddings":
                 raise Killed
             return original(*values)
 
         patch.setattr(owner, name, dying)
         with pytest.raises(Killed):
-            embed_anew(open_workspace(embedder="other"))
+            switch_to_next_embedder(open_workspace(embedder="other"))
     done = list(embedders["other"].embedded)
     resumed = open_workspace()
     assert found(resumed) == ["boats.txt"] and sizes(resumed) == ({48} if name == "drop" else {64})
     ingest(resumed, [documents])
     assert resumed.embedder_name == "other" and sizes(resumed) == {48} and found(resumed) == ["boats.txt"]
     again = embedders["other"].embedded[len(done) :]
-    assert done[0] not in again and bool(again) == (name == "keep_next"), (
+    assert done[0] not in again and bool(again) == (name == "store_next_embeddings"), (
         "what is stored is not embedded again"
     )
     assert VectorIndex(resumed.home.chroma, "default").node_ids() == set()
@@ -112,7 +121,9 @@ def test_what_comes_and_goes_meanwhile(ingested, open_workspace, documents):
     """A removed document leaves both indexes; a new one is embedded by both."""
     changed = open_workspace(embedder="other")
     cancelled = []
-    assert not embed_anew(changed, is_cancelled=lambda: cancelled.append(1) or len(cancelled) > 3)
+    assert not switch_to_next_embedder(
+        changed, is_cancelled=lambda: cancelled.append(1) or len(cancelled) > 3
+    )
     (documents / "ada.txt").write_text("Ada sold the red boat at the quay to Tom.")
     ingest_paths(changed, [documents / "ada.txt"])
     assert sizes(changed) == {64} and [s.document for s in search([changed], "Ada sold Tom", 1)] == [
@@ -120,16 +131,18 @@ def test_what_comes_and_goes_meanwhile(ingested, open_workspace, documents):
     ]
     with changed.workspaces.writing():
         remove_document(changed, changed.library.find("default", "boats.txt"))
-    assert embed_anew(changed) and sizes(changed) == {48}
+    assert switch_to_next_embedder(changed) and sizes(changed) == {48}
     assert [source.document for source in search([changed], "Ada sold Tom", 1)] == ["ada.txt"]
     assert changed.index.node_ids() == set(changed.library.nodes("default"))
 
 
 def test_changing_back_in_the_middle_costs_nothing(ingested, open_workspace, embedders):
-    assert not embed_anew(open_workspace(embedder="other"), is_cancelled=lambda: True)
+    assert not switch_to_next_embedder(open_workspace(embedder="other"), is_cancelled=lambda: True)
     before, back = list(embedders[DEFAULT].embedded), open_workspace(embedder=DEFAULT)
     assert (
-        embed_anew(back) and back.embedder_name == DEFAULT and back.library.embedder("default").next is None
+        switch_to_next_embedder(back)
+        and back.embedder_name == DEFAULT
+        and back.library.embedder("default").next is None
     )
     assert embedders[DEFAULT].embedded == before and back.library.rows("SELECT * FROM next_embeddings") == []
 
