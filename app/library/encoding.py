@@ -1,7 +1,7 @@
 """Encodes passages that have no KV yet, as far as the store's budget allows.
 
-There is no list of them: the registry says which passages exist, the store which have KV under this model. One process
-does this for a home at a time, without the writer lock; passages that are deleted meanwhile get no KV.
+No list of them is kept: the registry says which passages exist, and the store which of them have KV under this model.
+Only one process at a time encodes for a home, without the writer lock; passages that are deleted meanwhile get no KV.
 """
 
 import time
@@ -18,16 +18,16 @@ from ragblend.kvstore.errors import Cancelled, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
 
 StopReason = Literal["", "budget", "left", "elsewhere", "model"]
-CONTINUES = "the next `ragblend ingest`, the page, and every question continue it."
+CONTINUED_BY = "the next `ragblend ingest`, the page, and every question continue it."
 
 
 @dataclass(frozen=True)
 class KvProgress:
-    """The progress of one collection; the first report has done 0.
+    """The progress of one collection's background work; in the first report of a phase done is 0.
 
-    phase: `embedding` is the work of `embed_in_full`; `converting` is the model's first use, which takes a minute;
-    total, tokens, nbytes: everything that is to be encoded; room_bytes: what the budget has left for it; document: the
-    one whose passage is next.
+    phase: `embedding` is the work of `embed_in_full` and `switch_to_next_embedder`; `converting` is the model's first
+    use, which takes a minute. total, tokens, nbytes: of all passages to encode, and their KV; room_bytes: free space in
+    the budget; document: the path of the one that the current passage belongs to.
     """
 
     phase: Literal["embedding", "converting", "loading", "encoding"]
@@ -44,10 +44,11 @@ class KvProgress:
 
 @dataclass(frozen=True)
 class KvReport:
-    """The result. passages: of the collection; with_kv: how many of them have KV now (None: unknown).
+    """The result. passages: all of the collection; with_kv: how many of them have KV now (None: unknown).
 
-    stopped: why it ended early: the budget is used up, it was cancelled ("left"), another process does it
-    ("elsewhere"), the model failed its self-test ("model"); message says the same to people.
+    encoded, tokens: what this call encoded. stopped: why it ended early: the budget is used up ("budget"), it was
+    cancelled ("left"), another process is encoding ("elsewhere"), or the model failed its self-test ("model"); message:
+    the same for people.
     """
 
     passages: int
@@ -63,9 +64,9 @@ def encode_missing(
     show: Callable[[KvProgress], None] = silent,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> KvReport:
-    """Encode the collection's passages without KV: those that questions asked for first, then in order of ingest.
+    """Encode the collection's passages without KV: first those that questions needed, then in order of ingest.
 
-    is_cancelled() is asked before the model is loaded and between layers; Ctrl-C cancels too. What is encoded is kept.
+    is_cancelled() is called before the model is loaded and between layers; Ctrl-C cancels too. What is encoded is kept.
     Raises StoreFullError and ModelError.
     """
     passages = workspace.library.nodes(workspace.settings.collection)
@@ -81,7 +82,7 @@ def encode_missing(
         try:
             return _encode(workspace, passages, show, is_cancelled)
         except KeyboardInterrupt:  # while the model was converted or loaded
-            return KvReport(len(passages), None, stopped="left", message=f"Stopped: {CONTINUES}")
+            return KvReport(len(passages), None, stopped="left", message=f"Stopped: {CONTINUED_BY}")
 
 
 def _encode(
@@ -95,11 +96,11 @@ def _encode(
         show(KvProgress("converting", name))
     missing = engine.missing(list(passages))
     total, count = len(missing.node_ids), len(passages)
-    can_have_kv, left_out = count - missing.left_out, ""
+    can_have_kv, too_long = count - missing.left_out, ""
     if missing.left_out:
-        left_out = f"Too long for {engine.model_name}, or not ingested with it: {plural(missing.left_out, 'passage')}."
+        too_long = f"Too long for {engine.model_name}, or not ingested with it: {plural(missing.left_out, 'passage')}."
     if not total:
-        return KvReport(count, can_have_kv, message=left_out)
+        return KvReport(count, can_have_kv, message=too_long)
     with_kv = can_have_kv - total
     if is_cancelled():
         return KvReport(count, with_kv, stopped="left", message=_message("left", with_kv, count))
@@ -128,8 +129,8 @@ def _encode(
         stopped = "" if done == total else "budget"
     except (Cancelled, KeyboardInterrupt):
         stopped = "left"
-    with_kv += done  # of equal passages one is encoded
-    message = " ".join(filter(None, (_message(stopped, with_kv, count), left_out)))
+    with_kv += done  # more than `encoded`: equal passages share their KV
+    message = " ".join(filter(None, (_message(stopped, with_kv, count), too_long)))
     return KvReport(count, with_kv, encoded, tokens, stopped, message)
 
 
@@ -137,5 +138,5 @@ def _message(stopped: StopReason, with_kv: int, count: int) -> str:
     if stopped == "budget":
         return f"budget reached: {with_kv:,} of {count:,} passages have KV; the rest is encoded when asked"
     if stopped == "left":
-        return f"Stopped: {with_kv:,} of {count:,} passages have KV; {CONTINUES}"
+        return f"Stopped: {with_kv:,} of {count:,} passages have KV; {CONTINUED_BY}"
     return ""

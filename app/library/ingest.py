@@ -2,9 +2,11 @@
 
 The order of writes makes it safe to stop anywhere:
 registry row "pending" -> passages and embeddings (one transaction) -> Chroma, node ids -> delete stale ones -> "done".
-The next run continues whatever is not "done", from its passages if those are stored already. What is "done" can be
-searched; its KV follows (`encoding.py`), and until then a question computes it in its context. Where many files wait,
-only a third of each passage's windows is embedded first (a sketch), and the rest (`embed_in_full`) after all files.
+
+The next run continues each document that is not "done", from its passages if those are stored already. A document that
+is "done" can be searched. Its KV is encoded later (`encoding.py`); until then, a question computes it in its context.
+If many files wait, only a third of each passage's windows is embedded at first (a sketch), and the rest
+(`embed_in_full`) after all files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,7 @@ from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import Part, merge_parts
-from ragblend.integrations.passages import Passage as Known
+from ragblend.integrations.passages import Passage as KnownPassage
 from ragblend.kvstore.errors import (
     Cancelled,
     DocumentError,
@@ -41,21 +43,21 @@ from ragblend.kvstore.errors import (
     UnreadableDocumentError,
 )
 
-MANY_FILES = 16  # a document's passages are sketched first if so many files wait behind it,
-MANY_PASSAGES = 200  # or it has so many passages
-READINGS = 3  # of a file that changes while it is read
-CHANGED = (
+MANY_FILES = 16  # a document is sketched first if at least so many files wait after it,
+MANY_PASSAGES = 200  # or if it has at least so many passages
+READ_ATTEMPTS = 3  # of a file that changes while it is read
+CHANGED_WHILE_READ = (
     "it changed while it was read, so parts of two versions may be in it; the next ingest reads it again"
 )
 
 
 @dataclass
 class IngestReport:
-    """The result of one run. failed: path -> (name of the error, reason); gone: ingested earlier, no longer a file.
+    """The result of one run. failed: path -> (name of the error, reason); gone: documents whose file no longer exists.
 
     skipped: path -> reason, as in `Discovery`, and files that vanished before their turn; notes: path -> what was
-    guessed, replaced or left out when it was read, in this run; pruned: gone, and therefore removed; kv: the result of
-    encoding, None if that was not requested.
+    guessed, replaced or left out when the file was read in this run; pruned: documents that were removed because their
+    file is gone; kv: the result of encoding, None if that was not requested.
     """
 
     added: list[str] = field(default_factory=list)
@@ -107,8 +109,8 @@ def ingest_paths(
     """Make files and folders searchable, without KV. Ctrl-C ends the run early and keeps what is done
     (`report.interrupted`), and so does a KeyboardInterrupt of is_cancelled(), called between two passages or pages.
 
-    prune: remove the documents of these folders whose file is gone; those without passages, and those in whose place a
-    folder stands, or the other way round, are removed in any case. One bad document is listed and stops nothing; a
+    prune: remove the documents of these folders whose file is gone. Those without passages, and those where a folder
+    has replaced the file or a file its folder, are removed in any case. One bad document is listed and stops nothing; a
     full disk, a missing model and the like are raised. Between two files other threads may take the writer lock.
     """
     run, workspaces = _IngestRun(workspace, ProgressCounter(on_progress, is_cancelled)), workspace.workspaces
@@ -156,7 +158,7 @@ def _embed_rest(workspace: Workspace, document: Document, meter: ProgressCounter
         if library.documents_with([document.id]).get(document.id) != document:
             return  # deleted or ingested again meanwhile
         rows = [merge_parts(*both) for both in zip(sketches, rest, strict=True)]
-        workspace.index.upsert(nodes, rows)  # first: if we are killed after it, it is done again
+        workspace.index.upsert(nodes, rows)  # first: after an interruption here, it is done again
         recipe = document.recipe.removesuffix(SKETCHED)
         library.replace_passages(document.id, document.facts, recipe, passages, rows, document.notes)
 
@@ -180,15 +182,15 @@ def ingest_file(
     path: Path,
     show: OnProgress = silent,
     is_cancelled: Callable[[], bool] = lambda: False,
-    behind: int = 0,
+    files_waiting: int = 0,
 ) -> IngestReport:
     """Ingest one file, for a caller that holds the writer lock.
 
-    behind: how many files wait behind it; where they are many, `embed_in_full` has work to do later.
+    files_waiting: how many files wait after it; if many, it is only sketched, and `embed_in_full` does the rest.
     Raises DocumentError, Cancelled, and the errors that stop a whole run.
     """
     run = _IngestRun(workspace, ProgressCounter(show, is_cancelled))
-    run.ingest_one(path, behind)
+    run.ingest_one(path, files_waiting)
     return run.report
 
 
@@ -203,7 +205,7 @@ class _IngestRun:
         choose_embedder(workspace)
 
     def ingest_all(self, found: Discovery, prune: bool) -> Iterator[None]:
-        """Yields after each file, where the writer lock may be released and acquired again."""
+        """Ingest the files; yields after each one, where the writer lock may be released and acquired again."""
         self.report.skipped = {printable(path): why for path, why in found.skipped.items()}
         for path, error in found.failed:
             self._record_failure(path, error)
@@ -222,15 +224,15 @@ class _IngestRun:
             if removes:
                 remove_document(self._workspace, document)
 
-    def ingest_one(self, path: Path, behind: int = 0) -> None:
+    def ingest_one(self, path: Path, files_waiting: int = 0) -> None:
         """Ingest a file if it is new or has changed. A failure is stored with the document, and raised.
 
-        Nothing is stored of a file that has vanished.
+        A file that has vanished is only listed as skipped.
         """
         name = printable(path)
-        known = self._library.document(self._collection, name) or self._restored(name)
+        known = self._library.document(self._collection, name) or self._undo_deletion(name)
         try:
-            kind = self._ingest(path, known, behind)
+            kind = self._ingest_if_changed(path, known, files_waiting)
         except DocumentError as error:
             if is_gone(path) and not path.is_symlink():
                 self.report.skipped[name] = "it vanished before its turn"
@@ -243,8 +245,8 @@ class _IngestRun:
             self._library.set_path(known.id, name)
         getattr(self.report, kind).append(name)
 
-    def _restored(self, name: str) -> Document | None:
-        """The document of that path if its deletion can still be undone, which this does."""
+    def _undo_deletion(self, name: str) -> Document | None:
+        """Undo the deletion of the document of that path, if it is hidden. Returns it, or None."""
         key = document_id(self._collection, name)
         for document in self._library.hidden(self._collection):
             if document.id == key:
@@ -252,42 +254,42 @@ class _IngestRun:
                 return self._library.document(self._collection, name)
         return None
 
-    def _ingest(self, path: Path, known: Document | None, behind: int) -> str:
-        """Returns the field of the report that the file belongs to."""
+    def _ingest_if_changed(self, path: Path, known: Document | None, files_waiting: int) -> str:
+        """Ingest the file if needed. Returns the field of the report to list it in."""
         recipe = known.recipe.removesuffix(SKETCHED) if known else ""
-        current = known is not None and known.state is DocumentState.DONE and recipe == self._recipe
-        if known and current and known.facts.fit(path):
+        is_current = known is not None and known.state is DocumentState.DONE and recipe == self._recipe
+        if known and is_current and known.facts.fit(path):
             return "unchanged"
         facts = _read_facts(path)
-        same = known is not None and known.facts.sha256 == facts.sha256 and recipe == self._recipe
-        if known and current and same:  # only the time differs: touched, copied back, checked out again
+        is_same_text = known is not None and known.facts.sha256 == facts.sha256 and recipe == self._recipe
+        if known and is_current and is_same_text:  # only the time differs: touched, copied, checked out again
             self._library.set_facts(known.id, facts)
             return "unchanged"
         self._meter.count("parse")
-        cut_before = bool(known and same and known.passages)
-        if not cut_before:
-            facts, text = self._read(path, facts)
+        has_passages = bool(known and is_same_text and known.passages)
+        if not has_passages:
+            facts, text = self._read_unchanged(path, facts)
         document = self._library.begin(self._collection, printable(path))
-        if not cut_before:
-            self._cut_and_embed(path, document, facts, text, known, behind)
+        if not has_passages:
+            self._cut_and_embed(path, document, facts, text, known, files_waiting)
         self._write_to_index(document)
         self._library.finish(document)
         if notes := self._library.documents_with([document])[document].notes:
             self.report.notes[printable(path)] = notes
-        return "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
+        return "added" if known is None or not known.passages else "resumed" if has_passages else "updated"
 
-    def _read(self, path: Path, facts: FileFacts) -> tuple[FileFacts, readers.DocumentText]:
-        """The file's text, and its facts when that was read; again if it changed meanwhile."""
+    def _read_unchanged(self, path: Path, facts: FileFacts) -> tuple[FileFacts, readers.DocumentText]:
+        """The file's text, and its facts when it was read; read again if the file changes meanwhile."""
         recognition = TextRecognition(
             self._workspace.settings.ocr_language, self._workspace.home.models / "ocr"
         )
-        for _ in range(READINGS):
+        for _ in range(READ_ATTEMPTS):
             text = readers.read_document(path, self._show_pages, recognition)
             if facts.fit(path):
                 return facts, text
             facts = _read_facts(path)
-        # Facts that never fit, so that the next run reads it again.
-        return replace(facts, mtime_ns=-1, sha256=""), replace(text, notes=(*text.notes, CHANGED))
+        # These facts fit no file, so that the next run reads it again.
+        return replace(facts, mtime_ns=-1, sha256=""), replace(text, notes=(*text.notes, CHANGED_WHILE_READ))
 
     def _cut_and_embed(
         self,
@@ -296,7 +298,7 @@ class _IngestRun:
         facts: FileFacts,
         text: readers.DocumentText,
         known: Document | None,
-        behind: int,
+        files_waiting: int,
     ) -> None:
         settings, engine = self._workspace.settings, self._workspace.engine
 
@@ -308,13 +310,13 @@ class _IngestRun:
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         is_new = not (known and known.passages)  # a changed document has most of its vectors already
-        is_sketch = is_new and (behind >= MANY_FILES or len(passages) >= MANY_PASSAGES)
+        is_sketch = is_new and (files_waiting >= MANY_FILES or len(passages) >= MANY_PASSAGES)
         embeddings = self._embed(passages, known, "sketch" if is_sketch else "whole")
         recipe = self._recipe + (SKETCHED if is_sketch else "")
         self._library.replace_passages(document, facts, recipe, passages, embeddings, text.notes)
 
     def _show_pages(self, done: int, total: int) -> None:
-        if total:  # other formats have no pages, and call only to see whether they are cancelled
+        if total:  # 0 for formats without pages, which call this only to be cancelled
             self._meter.show("recognise", done, total)
         self._meter.check()
 
@@ -350,9 +352,10 @@ class _IngestRun:
 
     def _missing_documents(self, paths: Sequence[Path]) -> list[Document]:
         """Documents at or below these paths whose file no longer exists."""
-        above, failed = frozenset(paths), self.report.failed  # now, such as a link that leads nowhere
+        given, failed = frozenset(paths), self.report.failed
+        # A document without passages that failed in this run stays listed: a link that leads nowhere, for example.
         known = [d for d in self._library.documents(self._collection) if d.passages or d.path not in failed]
-        inside = [each for each in known if not above.isdisjoint((each.file, *each.file.parents))]
+        inside = [each for each in known if not given.isdisjoint((each.file, *each.file.parents))]
         return [document for document in inside if is_gone(document.file)]
 
     def _record_failure(self, path: Path, error: DocumentError) -> None:
@@ -360,7 +363,7 @@ class _IngestRun:
 
     @property
     def _recipe(self) -> str:
-        """Everything besides a file's content that decides what its passages are."""
+        """Everything besides a file's content that its passages depend on."""
         settings = self._workspace.settings
         scans = "" if settings.ocr_language == "default" else f"scans in {settings.ocr_language}, "
         return f"readers {readers.VERSION}, {scans}{settings.model}, {settings.chunk_tokens}"
@@ -380,14 +383,14 @@ def restore_document(workspace: Workspace, document: Document) -> None:
 
 
 def register(workspace: Workspace, passages: Sequence[DocumentPassage]) -> None:
-    """Make passages known to the engine, and to the prompts of frameworks."""
-    workspace.known_passages.add([Known(passage.text, passage.node_id) for passage in passages])
+    """Make passages known to the engine, and to the registry that recognises them in frameworks' prompts."""
+    workspace.known_passages.add([KnownPassage(passage.text, passage.node_id) for passage in passages])
     if passages:
         workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
 
 
 def _read_facts(path: Path) -> FileFacts:
-    check_file(path)  # before hashing: a pipe would never end, a huge file take long
+    check_file(path)  # before hashing: a pipe would never end, and a huge file would take long
     try:
         found = path.stat()  # before the content: a change while hashing makes the next run look again
         return FileFacts(found.st_size, found.st_mtime_ns, content_digest(path))

@@ -1,6 +1,7 @@
 """The ingest queue in SQLite: one row per file, with its state and result; watched folders; facts such as "paused".
 
-Not `synchronous`: after a power cut some files are checked again, which costs a `stat` each.
+SQLite does not wait for the disk (`synchronous`): after a power cut some files are checked again, which costs a `stat`
+each.
 """
 
 import sqlite3
@@ -41,9 +42,9 @@ ON CONFLICT (collection, path) DO UPDATE SET
 
 @dataclass(frozen=True)
 class FileJob:
-    """One file to ingest, or (kind `remove`) to remove.
+    """One file to ingest, or (kind `remove`) whose document is to be removed.
 
-    done and total: passages in the current phase, 0 and 0 if unknown; reason: why it failed; size in bytes.
+    done, total: the progress in the current phase, 0 and 0 if unknown; reason: why it failed; size: in bytes.
     """
 
     id: int
@@ -71,11 +72,11 @@ class JobStore(Database):
     synchronous = "NORMAL"
 
     def requeue_running(self) -> None:
-        """Queue the jobs of a process that ended again, at their old positions."""
-        self.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {_listed(RUNNING)}")
+        """Queue again the jobs that an ended process left running, at their old positions."""
+        self.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {_sql_list(RUNNING)}")
 
     def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> int:
-        """Queue files, (path, size) each; one that is queued already keeps its position. Returns how many."""
+        """Queue files, (path, size) each; a file that is queued already keeps its position. Returns how many files."""
         moment, count = now(), 0
         with self.transaction() as sql:
             (turn,) = sql.execute("SELECT coalesce(max(turn), 0) FROM jobs").fetchone()
@@ -87,37 +88,40 @@ class JobStore(Database):
         rows = self.rows("SELECT * FROM jobs WHERE state = 'queued' ORDER BY turn LIMIT 1")
         return _job(rows[0]) if rows else None
 
-    def has_other(self, job: FileJob) -> bool:
+    def has_other_queued(self, job: FileJob) -> bool:
+        """Whether another job of the same kind is queued."""
         query = "SELECT 1 FROM jobs WHERE state = 'queued' AND kind = ? AND id != ? LIMIT 1"
         return bool(self.rows(query, job.kind, job.id))
 
     def start(self, job_id: int, state: JobState) -> bool:
         """Set the phase of a job. False if it was cancelled or removed meanwhile."""
-        query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_listed(OPEN)}"
+        query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_sql_list(OPEN)}"
         return bool(self.execute(query, state, job_id).rowcount)
 
     def finish(self, job_id: int, state: JobState, reason: str = "") -> None:
-        """End a job, unless it was cancelled meanwhile; one that was added again meanwhile is queued."""
+        """Store the result of a job, unless it was cancelled meanwhile. If it was added again meanwhile, queue it."""
         query = (
             "UPDATE jobs SET state = CASE WHEN again THEN 'queued' ELSE ? END, reason = ?, finished_at = ?, "
-            f"again = 0 WHERE id = ? AND state IN {_listed(OPEN)}"
+            f"again = 0 WHERE id = ? AND state IN {_sql_list(OPEN)}"
         )
         self.execute(query, state, reason, now(), job_id)
 
     def put_back(self, job_id: int) -> None:
         """Queue an interrupted job again, unless it was cancelled."""
-        query = f"UPDATE jobs SET state = 'queued', again = 0 WHERE id = ? AND state IN {_listed(RUNNING)}"
+        query = f"UPDATE jobs SET state = 'queued', again = 0 WHERE id = ? AND state IN {_sql_list(RUNNING)}"
         self.execute(query, job_id)
 
     def cancel(self, job_ids: Sequence[int] | None) -> int:
         """Cancel these jobs, or all that are not finished. Returns how many."""
-        where, values = _these(job_ids)
-        query = f"UPDATE jobs SET state = 'cancelled', finished_at = ? WHERE state IN {_listed(OPEN)}{where}"
+        where, values = _id_condition(job_ids)
+        query = (
+            f"UPDATE jobs SET state = 'cancelled', finished_at = ? WHERE state IN {_sql_list(OPEN)}{where}"
+        )
         return self.execute(query, now(), *values).rowcount
 
     def retry(self, job_ids: Sequence[int] | None) -> int:
         """Queue these, or all, failed and cancelled jobs again. Returns how many."""
-        where, values = _these(job_ids)
+        where, values = _id_condition(job_ids)
         query = (
             "UPDATE jobs SET state = 'queued', reason = '', finished_at = NULL, "
             f"turn = turn + (SELECT max(turn) FROM jobs) WHERE state IN ('failed', 'cancelled'){where}"
@@ -132,7 +136,7 @@ class JobStore(Database):
         return count
 
     def forget(self, collection: str, paths: Iterable[str]) -> None:
-        """Delete all traces of these files, whatever their state, except jobs that removed them."""
+        """Delete the jobs of these files, whatever their state, except jobs of kind `remove`."""
         with self.transaction() as sql:
             values = ((collection, path) for path in paths)
             query = "DELETE FROM jobs WHERE collection = ? AND path = ? AND kind != 'remove'"
@@ -145,7 +149,7 @@ class JobStore(Database):
 
     def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
         """Which of these files are queued or being ingested."""
-        query = f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN"
+        query = f"SELECT path FROM jobs WHERE state IN {_sql_list(OPEN)} AND collection = ? AND path IN"
         return {row["path"] for row in self.among(query, paths, collection)}
 
     def counts(self) -> dict[JobState, int]:
@@ -155,7 +159,7 @@ class JobStore(Database):
     def page(
         self, state: str | None, search: str, offset: int, limit: int, collection: str | None = None
     ) -> tuple[list[FileJob], int]:
-        """One page of jobs, and how many there are of that state in all; of one collection or of all.
+        """One page of jobs and the number of all matches; None: of any state, of all collections.
 
         Running ones first, then queued ones, then finished ones with the latest first.
         """
@@ -165,7 +169,7 @@ class JobStore(Database):
             where += " AND instr(folded(path), ?)"
             values.append(word)
         order = (
-            f"CASE WHEN state IN {_listed(RUNNING)} THEN 0 WHEN state = 'queued' THEN 1 ELSE 2 END, "
+            f"CASE WHEN state IN {_sql_list(RUNNING)} THEN 0 WHEN state = 'queued' THEN 1 ELSE 2 END, "
             "CASE WHEN state = 'queued' THEN turn ELSE 0 END, finished_at DESC, id DESC"
         )
         (total,) = self.column(f"SELECT count(*) FROM jobs {where}", *values)
@@ -186,12 +190,12 @@ def _job(row: sqlite3.Row) -> FileJob:
     return FileJob(**{name: row[name] for name in COLUMNS})
 
 
-def _listed(states: Sequence[str]) -> str:
+def _sql_list(states: Sequence[str]) -> str:
     return "(" + ", ".join(f"'{state}'" for state in states) + ")"
 
 
-def _these(job_ids: Sequence[int] | None) -> tuple[str, tuple[int, ...]]:
-    """A condition on ids, which may be as many as a page has rows."""
+def _id_condition(job_ids: Sequence[int] | None) -> tuple[str, tuple[int, ...]]:
+    """SQL that limits a query to these jobs, and its values; None: no limit."""
     if job_ids is None:
         return "", ()
     return f" AND id IN ({', '.join('?' * len(job_ids))})", tuple(job_ids)

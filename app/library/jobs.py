@@ -1,10 +1,10 @@
-"""The ingest queue: add files and folders, progress, pause, cancel, retry; it survives restarts.   <- START HERE
+"""The ingest queue: add files and folders, progress, pause, cancel, retry; it survives restarts.
 
-`JobQueue.add` -> `JobStore`; one thread, the worker, ingests file by file (`ingest.ingest_file`). When no file waits,
-it embeds in full what was embedded only in part while many files waited (`ingest.embed_in_full`), and encodes KV
-(`encoding.encode_missing`). It interrupts a file within two seconds when the file is cancelled, the queue is paused, or
-another thread wants to write; the passages that are done are kept. It interrupts the encoding of a passage between two
-layers when the queue is paused or a file arrives, and lets questions go first.
+Main path: `JobQueue.add` -> `JobStore`; one thread, the worker, ingests file by file (`ingest.ingest_file`). When the
+queue is empty, it completes embeddings that were sketched while many files waited (`ingest.embed_in_full`), and encodes
+KV (`encoding.encode_missing`). It interrupts a file within two seconds when the file is cancelled, the queue is paused,
+or another thread wants to write; the passages that are done are kept. It interrupts encoding between two layers when
+the queue is paused or a file arrives, and lets questions go first.
 """
 
 import logging
@@ -31,16 +31,14 @@ from ragblend.kvstore.errors import Cancelled, DocumentError, ModelError, RagBle
 
 log = logging.getLogger("ragblend")
 STATE_OF: dict[Stage, JobState] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
-REMOVED_PER_LOCK = 200  # documents that are removed in one go, before other writers may continue
+REMOVED_PER_LOCK = 200  # documents that are removed before other writers get the lock
 RETRY_S = 2.0  # after an error that stopped the worker
-RECHECK_S = 30.0  # between two looks at whether another process still encodes
+RECHECK_S = 30.0  # between checks whether another process still encodes
 
 
 @dataclass(frozen=True)
 class QueuedFiles:
-    """The result of adding. files: how many are queued; skipped: those left out; failed: unreadable ones; each with the
-    reason.
-    """
+    """The result of adding. files: how many are queued; skipped, failed: (path, reason) of the files that are not."""
 
     files: int
     skipped: tuple[tuple[str, str], ...]
@@ -51,11 +49,11 @@ class QueuedFiles:
 class QueueOverview:
     """The state of the queue.
 
-    counts: jobs by state; total: of all; finished: of those that need no more work. waiting: why the worker cannot work
-    at the moment; current: the file that it works on, with its progress. changes: a number that differs whenever the
-    queue was written to, even if all counts are the same. kv: the progress of embedding in full and of encoding, None
-    when neither is done; kv_message: why some passages have no KV, and notices about the embedder. is_idle: nothing is
-    left to do.
+    counts: jobs by state; total: all jobs; finished: jobs that need no more work. waiting: why the worker cannot work
+    at the moment, or None; current: the job that it works on, with its progress. changes: a number that changes
+    whenever the queue is written to, even if all counts stay the same. kv: the progress of embedding and encoding after
+    all files are ingested, else None; kv_message: why some passages have no KV, and notices about the embedder.
+    is_idle: nothing is left to do.
     """
 
     counts: dict[JobState, int]
@@ -83,16 +81,16 @@ class JobQueue:
         self._cancelled_id: int | None = None  # the current job, if it was cancelled
         self._pace, self._paused = Pace(), self.store.fact("paused") == "yes"
         # As in `QueueOverview`.
-        self._waiting: str | None = None
+        self._blocked_by: str | None = None  # its `waiting`
         self._current: FileJob | None = None
         self._kv: KvProgress | None = None
         self._kv_message, self._is_idle = "", False
 
     def start(self) -> None:
-        """Start the worker, which also continues what a killed process was working on.
+        """Start the worker, which also continues the jobs of a killed process.
 
-        Call it only while this process owns the home (`listening.owning`): another process's running jobs would be
-        started again.
+        Call it only while this process owns the home (`listening.owning`), else it would start another process's
+        running jobs again.
         """
         if self._thread is None or not self._thread.is_alive():
             self.store.requeue_running()
@@ -115,7 +113,7 @@ class JobQueue:
         self.workspaces.of(collection)  # checks the name
         found = discover(list(paths), self.workspaces.settings.skip, self.workspaces.home.root)
         failed = tuple((printable(path), printable(str(error))) for path, error in found.failed)
-        files = [(printable(path), _size(path)) for path in found.files]
+        files = [(printable(path), _file_size(path)) for path in found.files]
         count = self.store.add("ingest", collection, files)
         self.wake()
         skipped = tuple((printable(path), why) for path, why in found.skipped.items())
@@ -140,8 +138,9 @@ class JobQueue:
         return replace(added, skipped=skipped, failed=(*failed, *added.failed))
 
     def queue_removal(self, paths: Sequence[Path], collection: str) -> int:
-        """Queue the removal of these files' documents, if the files do not exist by then. Returns how many of the files
-        are documents.
+        """Queue the removal of these files' documents; a file that exists again by then keeps its document.
+
+        Returns how many of the files have documents.
         """
         library = self.workspaces.library
         known = [name for name in map(printable, paths) if library.document(collection, name)]
@@ -169,10 +168,10 @@ class JobQueue:
         self.store.forget_collection(collection)
         library, workspace = self.workspaces.library, self.workspaces.of(collection)
         removed = self.remove([document.id for document in library.documents(collection)], collection)
-        with self.workspaces.writing():  # KV and uploads that belong to no document, or to a hidden one
+        with self.workspaces.writing():  # also KV and uploads that belong to no document or to a hidden one
             for document in library.hidden(collection):
                 remove_document(workspace, document)
-            # Of a file that was being ingested when the documents were listed.
+            # Documents of files that were being ingested when the documents were listed.
             removed += [remove_document(workspace, document) for document in library.documents(collection)]
             freed = workspace.engine.forget_all()
             with self._upload_lock:
@@ -185,7 +184,7 @@ class JobQueue:
     def overview(self) -> QueueOverview:
         counts = self.store.counts()
         left, total = sum(counts[state] for state in OPEN), sum(counts.values())
-        waiting = self._waiting if left or self._kv else None
+        waiting = self._blocked_by if left or self._kv else None
         pace, changes = self._pace, self.store.changes
         return QueueOverview(
             counts, total, total - left, pace.files_per_minute, pace.seconds_left(left), self._paused, waiting,
@@ -200,7 +199,7 @@ class JobQueue:
         limit: int = 50,
         collection: str | None = None,
     ) -> tuple[list[FileJob], int]:
-        """Some of the jobs, and the number of all that match, as `JobStore.page`; the current one with its progress."""
+        """As `JobStore.page`; the current job has its progress."""
         (jobs, total), current = self.store.page(state, search, offset, limit, collection), self._current
         if current is not None:
             jobs = [current if j.id == current.id and j.state in RUNNING else j for j in jobs]
@@ -209,7 +208,7 @@ class JobQueue:
     # --- control
 
     def pause(self) -> None:
-        """Interrupt the current file and start no other, also after a restart."""
+        """Interrupt the current file, and start no other one until `resume`, also after a restart."""
         self.store.set_fact("paused", "yes")
         self._paused = True
 
@@ -247,7 +246,7 @@ class JobQueue:
         return [as_path(job.path) for job in copies if library.document(job.collection, job.path) is None]
 
     def wake(self) -> None:
-        """Have the worker look for work: a file, or passages to embed in full or to encode."""
+        """Make the worker look for work: a file, or passages to embed or encode."""
         self._is_idle = False
         self._woken.set()
 
@@ -257,33 +256,33 @@ class JobQueue:
         """The thread's loop."""
         while not self._ending.is_set():
             self._woken.clear()
-            if self._paused and not self._ending.is_set():  # `end` sets the flag before it wakes us
+            if self._paused and not self._ending.is_set():  # `end` sets it before it wakes this thread
                 self._woken.wait()
                 continue
             try:
                 if self.store.next() is not None:
                     self._work_off_queue()
-                    self._waiting = None
+                    self._blocked_by = None
                 else:
                     self._embed_and_encode()
                 continue
             except RagBlendError as error:  # another process writes, the disk is full, the model is missing
-                self._waiting = str(error)
+                self._blocked_by = str(error)
             except Exception as error:
                 log.exception("the ingest queue failed, and tries again")
-                self._waiting = f"{type(error).__name__}: {error}"
+                self._blocked_by = f"{type(error).__name__}: {error}"
             self._ending.wait(RETRY_S)
 
     def _embed_and_encode(self) -> None:
-        """Embed and encode what is missing in all collections, or until a file arrives; then wait for new work."""
+        """Embed and encode what is missing in all collections, until done or a file arrives; then wait for new work."""
         settings = self.workspaces.settings
 
         def is_cancelled() -> bool:
-            has_work = self._paused or self._ending.is_set() or self._woken.is_set()
-            return has_work or self.workspaces.settings is not settings
+            is_woken = self._paused or self._ending.is_set() or self._woken.is_set()
+            return is_woken or self.workspaces.settings is not settings
 
         def show(progress: KvProgress) -> None:
-            self._kv, self._waiting = progress, None
+            self._kv, self._blocked_by = progress, None
 
         def show_embedding(stage: Stage, done: int, total: int, name: str = "") -> None:
             show(KvProgress("embedding", collection, done, total, document=name))
@@ -299,33 +298,34 @@ class JobQueue:
                 if not switch_to_next_embedder(workspace, show_embedding, is_cancelled):
                     return
                 messages.append(language_notice(workspace))
-            except ModelError as error:  # of the next embedder; questions are answered with the old one
+            except ModelError as error:  # the next embedder fails; searches use the old one
                 messages.append(str(error))
             reports.append(encode_missing(workspace, show, is_cancelled))
-        self._kv, self._waiting = None, None
+        self._kv, self._blocked_by = None, None
         if is_cancelled():
             return
         messages += [each.message for each in reports]
         self._kv_message = " ".join(filter(None, dict.fromkeys(messages)))
         self._is_idle = True
-        another_encodes = any(each.stopped == "elsewhere" for each in reports)  # another process
+        another_encodes = any(each.stopped == "elsewhere" for each in reports)
         while not self._woken.wait(RECHECK_S):
             if another_encodes or self.workspaces.settings is not settings:  # such as another budget
                 break
         self._is_idle = False
 
     def _work_off_queue(self) -> None:
-        """Ingest until the queue is empty, or another thread wants to write: an urgent writer interrupts the current
-        file, a patient one writes after it.
+        """Ingest until the queue is empty or another thread wants to write.
+
+        An urgent writer interrupts the current file, a patient one gets the lock after it.
         """
         with self.workspaces.writing():
-            self._waiting, is_wanted = None, False  # the writer lock, by another thread
+            self._blocked_by, is_lock_wanted = None, False
             self.store.requeue_running()  # jobs that could not be put back, because the disk was full
-            while not (self._must_stop or is_wanted) and (job := self.store.next()) is not None:
-                begun = time.monotonic()
+            while not (self._must_stop or is_lock_wanted) and (job := self.store.next()) is not None:
+                started = time.monotonic()
                 if self._process(job):
-                    self._pace.add(time.monotonic() - begun)
-                is_wanted = self.workspaces.has_waiting_writer
+                    self._pace.add(time.monotonic() - started)
+                is_lock_wanted = self.workspaces.has_waiting_writer
 
     @property
     def _must_stop(self) -> bool:
@@ -333,7 +333,7 @@ class JobQueue:
         return self._paused or self._ending.is_set() or self.workspaces.has_urgent_writer
 
     def _process(self, job: FileJob) -> bool:
-        """Do a job, and store its result, or queue it again if it was interrupted; returns whether it has ended."""
+        """Do a job and store its result, or queue it again if it was interrupted. Returns whether it ended."""
         self._cancelled_id, self._current = None, job
         try:
             self.store.finish(job.id, *self._ingest_or_remove(job))
@@ -347,7 +347,7 @@ class JobQueue:
             self._current = None
 
     def _ingest_or_remove(self, job: FileJob) -> tuple[JobState, str]:
-        """Do a job; returns its last state, and the reason if it failed."""
+        """Do a job. Returns its final state, and the reason if it failed."""
         if job.kind == "remove":
             return self._remove_if_missing(job), ""
 
@@ -362,9 +362,9 @@ class JobQueue:
             return self._must_stop or self._cancelled_id == job.id
 
         try:
-            behind = self.store.counts()["queued"] - 1  # the job itself is still counted
+            others_queued = self.store.counts()["queued"] - 1  # the job itself is still counted as queued
             report = ingest_file(
-                self.workspaces.of(job.collection), as_path(job.path), show, is_cancelled, behind
+                self.workspaces.of(job.collection), as_path(job.path), show, is_cancelled, others_queued
             )
         except DocumentError as error:
             return "failed", printable(str(error))
@@ -378,20 +378,20 @@ class JobQueue:
         return ("unchanged" if report.unchanged or report.skipped else "done"), ""
 
     def _remove_if_missing(self, job: FileJob) -> JobState:
-        """Remove the document, unless its file exists again, under the job's path or the document's own."""
-        # As a running job, so that a file of that name which comes back meanwhile is queued again.
+        """Remove the document, unless its file exists again."""
+        # Mark the job as running, so that a file which is added at that path meanwhile is queued again.
         is_cancelled = not self.store.start(job.id, "parsing")
         document = self.workspaces.library.document(job.collection, job.path)
         if is_cancelled or document is None or not is_gone(document.file):
             return "unchanged"
         remove_document(self.workspaces.of(job.collection), document)
-        # After the last removal, because the writer lock, whose release erases too, may be held for hours.
-        if not self.store.has_other(job):
+        # Erase after the last removal: releasing the writer lock erases too, but that may be hours away.
+        if not self.store.has_other_queued(job):
             self.workspaces.erase_removed()
         return "done"
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:

@@ -397,7 +397,7 @@ class Library(Database):
         self.execute(query, unrelated.typical, unrelated.best, passages, collection)
 
     def mark_told(self, collection: str) -> bool:
-        """Record that the user was told of a language that the embedder does not know. False if it was recorded before."""
+        """Record that the user was told of a language unknown to the embedder. False if that was recorded before."""
         query = "UPDATE embedders SET told = 1 WHERE collection = ? AND told = 0"
         return bool(self.execute(query, collection).rowcount)
 
