@@ -1,7 +1,7 @@
-"""Finds a text in a page that another program read, by its letters.
+"""Finds a passage's text on a page, whose text was extracted by another program.
 
-White space, hyphens and the form of letters (ligatures, case) differ between readers of a page; letters do not. So both
-texts are folded to their letters, and a match is exact in those.
+White space, hyphens, case and ligatures differ between programs; letters do not. So both texts are folded to their
+letters, which must match exactly.
 """
 
 import unicodedata
@@ -12,50 +12,52 @@ from itertools import chain
 from ragblend.app.library.tables import CELL_NAME
 
 HYPHENS = frozenset("-\u00ad\u2010\u2011\u2012\u2212\x02\ufffe\uffff")
-SHORT_LETTERS = 4  # shorter lines occur anywhere, so they are not searched separately
-
-
-Folded = tuple[str, list[int]]  # the letters of a text, and the index of each in it
+SHORT_LETTERS = 4  # lines with fewer letters occur anywhere, so they are not searched separately
+Folded = tuple[str, list[int]]  # the letters of a text, and each one's index in the text
 
 
 def fold(characters: Sequence[str]) -> Folded:
-    """Fold a text, or a list of strings with any number of characters each."""
+    """Fold a text, or a list of strings, whose indexes then are those in the list."""
     letters: list[str] = []
-    places: list[int] = []
-    for place, character in enumerate(characters):
+    indexes: list[int] = []
+    for index, character in enumerate(characters):
         for letter in unicodedata.normalize("NFKC", character).casefold():
             if (
                 letter not in HYPHENS
-                and letter != "|"  # between the cells of a row, where a page has nothing
+                and letter != "|"  # stands between cells in our text, but not on the page
                 and not letter.isspace()
                 and unicodedata.category(letter) not in ("Cc", "Cf")
             ):
                 letters.append(letter)
-                places.append(place)
-    return "".join(letters), places
+                indexes.append(index)
+    return "".join(letters), indexes
 
 
 def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
-    """The (start, stop) indexes of the text on the page: as a whole, or line by line; None if it is not found.
+    """The (start, stop) indexes on the page of the text as a whole, or of each of its lines; None if it is not found.
 
-    part: return only text[start:stop] of what is found; that part alone may also occur elsewhere on the page.
+    part: (start, stop) in the text: find all of it, so that other occurrences of the part are ignored, but return only
+    where this part is.
     """
-    (wanted, origins), (letters, places) = fold(text), page
+    (wanted, text_indexes), (letters, page_indexes) = fold(text), page
     if not wanted:
         return None
     start = letters.find(wanted)
     found = [(start, 0, len(wanted))] if start >= 0 else _by_lines(text, letters)
-    first, last = (bisect_left(origins, at) for at in part or (0, len(text)))
-    cut = [(at, max(first, begin), min(last, end), begin) for at, begin, end in found or ()]
-    spans = [(at + a - begin, at + b - begin) for at, a, b, begin in cut if a < b]
-    return [(places[start], places[stop - 1] + 1) for start, stop in spans] or None
+    part_start, part_stop = (bisect_left(text_indexes, index) for index in part or (0, len(text)))
+    spans = [
+        (at + max(part_start, start) - start, at + min(part_stop, stop) - start)
+        for at, start, stop in found or ()
+        if max(part_start, start) < min(part_stop, stop)
+    ]
+    return [(page_indexes[start], page_indexes[stop - 1] + 1) for start, stop in spans] or None
 
 
 def _by_lines(text: str, letters: str) -> list[tuple[int, int, int]] | None:
-    """Readers may order columns and footers differently: each line, or cell of a row that is not there as a whole, must
-    come after the last one, or occur once.
+    """Find each line of the text, because programs order columns and footers differently; None if one is not found.
 
-    Returns (index on the page, start, stop) of each line, all in letters; start and stop are those in the text.
+    A line must come after the previous one, or occur only once. A table row that is not on the page as a whole is found
+    cell by cell. Returns (start on the page, start in the text, stop in the text) of each line, counted in letters.
     """
     found: list[tuple[int, int, int]] = []
     cursor = end = 0
@@ -65,7 +67,7 @@ def _by_lines(text: str, letters: str) -> list[tuple[int, int, int]] | None:
         begin, end = end, end + len(wanted)
         start = letters.find(wanted, cursor)
         column = CELL_NAME.match(line) if start < 0 and wanted not in letters else None
-        if column is not None:  # only the cell's value stands there
+        if column is not None:  # the page has only the cell's value
             wanted, _ = fold(line[column.end() :])
             begin, start = end - len(wanted), letters.find(wanted, cursor)
         if len(wanted) < SHORT_LETTERS:

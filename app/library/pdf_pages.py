@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 from ragblend.app.library.matching import find, fold
-from ragblend.app.library.pdf_reader import opened, page_label
+from ragblend.app.library.pdf_reader import open_pdf, page_label
 from ragblend.app.library.sandbox import OnPage
 
-MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # of a page with marks: pixels, pixels, pixels per point
-MAX_PICTURE = 4000  # of a page for text recognition: pixels of the longer side
-MOST_PAGES = 50  # on which one passage is searched
+# Of a page in the viewer: pixels, pixels, pixels per point.
+MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0
+MAX_PICTURE_SIDE = 4000  # of a page for text recognition: pixels of the longer side
+MOST_PAGES = 50  # on which a passage is searched, at most
 Span = tuple[int, int]
 PAGE = re.compile(r"^p\. (.+?)(?: – p\. (.+))?$")
 
@@ -56,13 +57,13 @@ class PageImage:
 
 
 def located_pages(path: Path, text: str, location: str, part: Span | None, _: OnPage) -> dict[str, Any]:
-    """`pages`: those that show the text, of the ones that the location may mean (`PageImage` as JSON); `count`: of all
-    pages; `first`: the first one that the location may mean.
+    """Find a passage's text on the pages that its location may mean.
 
-    part: mark only text[start:stop], on the pages that show that. Runs in the sandbox. Raises DocumentError, and
-    whatever pdfium raises for a file that it cannot read.
+    Returns `pages`: those that show the text, as JSON of `PageImage`; `count`: the number of all pages; `first`: the
+    first page that the location may mean. part: mark only text[start:stop], and return only the pages that show it.
+    Runs in the sandbox. Raises DocumentError, and whatever pdfium raises for a file that it cannot read.
     """
-    with opened(path) as (document, _reader):
+    with open_pdf(path) as (document, _reader):
         labels = [page_label(document, number) for number in range(len(document or ()))]
         runs = _page_numbers(labels, location) if labels else []
         found = next(filter(None, (_page_images(document, text, part, numbers) for numbers in runs)), ())
@@ -71,8 +72,8 @@ def located_pages(path: Path, text: str, location: str, part: Span | None, _: On
 
 
 def unmarked_page(path: Path, number: int, _: OnPage) -> dict[str, Any]:
-    """One page (from 1; the nearest one there is), as `located_pages` has it. Runs in the sandbox."""
-    with opened(path) as (document, _reader):
+    """One page (from 1; or the nearest one that exists), in the form of `located_pages`. Runs in the sandbox."""
+    with open_pdf(path) as (document, _reader):
         count = len(document or ())
         number = max(1, min(number, count))
         pages = [_image(document, number, ()).as_json()] if count else []
@@ -80,7 +81,7 @@ def unmarked_page(path: Path, number: int, _: OnPage) -> dict[str, Any]:
 
 
 def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
-    """Runs of pages (from 1) that the location may mean: labels may occur twice in a document."""
+    """The runs of pages (from 1) that a location may mean: several if its label occurs several times."""
     named = PAGE.match(location)
     if named is None:
         return [list(range(1, len(labels) + 1))] if len(labels) <= MOST_PAGES else []
@@ -95,22 +96,22 @@ def _page_images(
     document: Any, text: str, part: Span | None, numbers: Sequence[int]
 ) -> tuple[PageImage, ...] | None:
     pages = [document[number - 1] for number in numbers]
-    places = _find_on(pages, text, part)
-    if places is None:
+    spans_by_page = _find_on_pages(pages, text, part)
+    if spans_by_page is None:
         return None
     return tuple(
-        _image(document, number, spans) for number, spans in zip(numbers, places, strict=True) if spans
+        _image(document, number, spans) for number, spans in zip(numbers, spans_by_page, strict=True) if spans
     )
 
 
 def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8] | None]":
     """Pages (from 1) as (height, width, 3), BGR; None for a page that pdfium cannot read.
 
-    scale: pixels per point; less is used where the longer side would exceed MAX_PICTURE.
+    scale: pixels per point; it is reduced if the longer side would exceed MAX_PICTURE_SIDE.
     """
     from pypdfium2 import PdfiumError
 
-    with opened(path) as (document, _reader):
+    with open_pdf(path) as (document, _reader):
         for number in numbers:
             picture = None
             with suppress(PdfiumError):
@@ -120,27 +121,27 @@ def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator
 
 def _picture(page: Any, scale: float) -> "NDArray[np.uint8]":
     with closing(page):
-        pixels = min(scale, MAX_PICTURE / max(page.get_size()))
-        picture: NDArray[np.uint8] = page.render(scale=pixels).to_numpy()[..., :3].copy()
+        scale = min(scale, MAX_PICTURE_SIDE / max(page.get_size()))
+        picture: NDArray[np.uint8] = page.render(scale=scale).to_numpy()[..., :3].copy()
         return picture
 
 
-def _find_on(pages: Sequence[Any], text: str, part: Span | None) -> list[list[tuple[int, int]]] | None:
-    """For each page the (start, stop) character indexes of the text; a passage may span pages."""
-    characters, edges = list[str](), [0]
+def _find_on_pages(pages: Sequence[Any], text: str, part: Span | None) -> list[list[Span]] | None:
+    """For each page the (start, stop) character indexes of the text, which may span pages; None if it is not found."""
+    characters, page_starts = list[str](), [0]
     for page in pages:
         characters += _characters(page)
-        edges.append(len(characters))
+        page_starts.append(len(characters))
     found = find(text, fold(characters), part)
     if found is None:
         return None
-    places: list[list[tuple[int, int]]] = [[] for _ in pages]
+    spans: list[list[Span]] = [[] for _ in pages]
     for start, stop in found:
         for n in range(len(pages)):
-            first, last = max(start, edges[n]) - edges[n], min(stop, edges[n + 1]) - edges[n]
-            if first < last:
-                places[n].append((first, last))
-    return places
+            begin, end = max(start, page_starts[n]), min(stop, page_starts[n + 1])
+            if begin < end:
+                spans[n].append((begin - page_starts[n], end - page_starts[n]))
+    return spans
 
 
 def _characters(page: Any) -> list[str]:
@@ -166,15 +167,15 @@ def _image(document: Any, number: int, spans: Sequence[Span]) -> PageImage:
 def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]:
     with closing(page.get_textpage()) as textpage:
         count = textpage.count_rects(span[0], span[1] - span[0])
-        found = [_on_picture(page, textpage.get_rect(index), size) for index in range(count)]
+        found = [_box_on_picture(page, textpage.get_rect(index), size) for index in range(count)]
         return [box for box in found if box.left < box.right and box.top < box.bottom]
 
 
-def _on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:
+def _box_on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:
     """Convert the page's coordinates to pixels; pdfium knows how the page is rotated and cropped."""
     left, bottom, right, top = rect
     (x1, y1), (x2, y2) = (_pixel(page, x, y, size) for x, y in ((left, top), (right, bottom)))
-    width, height = size  # clip what the picture does not show
+    width, height = size  # boxes are clipped to the picture
     return Box(max(0, min(x1, x2)), max(0, min(y1, y2)), min(width, max(x1, x2)), min(height, max(y1, y2)))
 
 

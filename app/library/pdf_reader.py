@@ -1,5 +1,6 @@
-"""Reads the pages of a PDF: text by pdfium, ruled tables by pdfplumber, what people filled in and noted by pypdf, which
-also has its text where pdfium finds none. Pages that neither can read are named; the rest is kept.
+"""Reads the pages of a PDF: text by pdfium, ruled tables by pdfplumber, form values and remarks by pypdf.
+
+pypdf also gives a page's text where pdfium finds none. Pages that neither can read are noted, and the others are kept.
 """
 
 import re
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from pypdf import PdfReader
 
 MAX_PAGES = 20_000
-MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
-PRINT_AGAIN = "Open it in a viewer and save or print it to a new PDF."
-FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # of a page: to judge its words, and of one or two letters
-WRAPPED = re.compile("[\ufffe\x02]")  # pdfium's marks of a hyphen at a line's end
+MAX_SECONDS = 1800.0  # for all pages; `sandbox` limits the time of one page
+PRINT_ADVICE = "Open it in a viewer and save or print it to a new PDF."
+FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # words of a page that is judged; share of them with one or two letters
+WRAPPED = re.compile("[\ufffe\x02]")  # what pdfium gives for a hyphen at the end of a line
 REAL_HYPHEN = re.compile(
     "\ufffe(?=\\d|[A-Z](?![A-Z]))|(?<![A-Z])\ufffe(?=[A-Z])"
 )  # `COVID-19`; not `HAR-BOUR`
@@ -34,14 +35,14 @@ REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Sta
 
 
 def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str, str]]:
-    """(text, "p. " and label, values of forms and remarks) of every page; the texts may be empty. Raises DocumentError.
+    """(text, "p. " and label, form values and remarks) of every page; the texts may be empty. Raises DocumentError.
 
     notes: gets a sentence that names the pages that could not be read.
     """
     from pypdf.errors import LimitReachedError
 
-    begun, damaged, divided = time.monotonic(), list[str](), list[str]()
-    with opened(path) as (document, reader), closing(TableFinder(path, document)) as tables:
+    begun, damaged, maybe_divided = time.monotonic(), list[str](), list[str]()
+    with open_pdf(path) as (document, reader), closing(TableFinder(path, document)) as tables:
         count = len(document) if document is not None else len(reader.pages)
         for number in range(count):
             on_page(number, count)
@@ -51,40 +52,40 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     "all of them. Split it into parts."
                 )
             label, text = page_label(document, number), _pdfium_text(document, number)
-            if _is_broken(text) and reader is not None:
-                divided += [label] if text else []
+            if _is_unreadable(text) and reader is not None:
+                maybe_divided += [label] if text else []
                 try:
-                    other = reader.pages[number].extract_text()
-                    text = text if _is_broken(other) else other
+                    pypdf_text = reader.pages[number].extract_text()
+                    text = text if _is_unreadable(pypdf_text) else pypdf_text
                 except MemoryError:
                     raise
                 except LimitReachedError as error:
-                    raise _refusal(path, error) from error
+                    raise _pypdf_error(path, error) from error
                 except Exception:  # pypdf raises anything for a damaged page
                     text = text if any(map(str.isprintable, text or "")) else None
             elif text:
                 text = tables.with_rows(text, number)
             if text is None:
                 damaged.append(label)
-            yield text or "", f"p. {label}", "\n".join(_filled_in(reader, number))
+            yield text or "", f"p. {label}", "\n".join(_form_values(reader, number))
         on_page(count, count)
         if reader is None:
             notes.append("values of forms and remarks, if it has any, could not be read")
     if damaged and len(damaged) == count:
-        raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
+        raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_ADVICE}")
     if damaged:
         notes.append(f"the text of these pages is damaged and was left out: {shortened(damaged)}")
-    if divided:
+    if maybe_divided:
         notes.append(
-            f"words may be divided on these pages, whose fonts lack widths or letters: {shortened(divided)}"
+            f"words may be divided on these pages, whose fonts lack widths or letters: {shortened(maybe_divided)}"
         )
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[Any, Any]]:
-    """The document as pdfium and as pypdf opened it; None for one of both that could not.
+def open_pdf(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Open a PDF with pdfium and with pypdf; None for the one that cannot open it.
 
-    Raises Encrypted-, Oversized- or UnreadableDocumentError if neither could.
+    Raises Encrypted-, Oversized- or UnreadableDocumentError if neither can.
     """
     import pypdfium2
     from pypdf import PdfReader
@@ -103,7 +104,7 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
             except Exception as error:  # pypdf raises anything for a damaged file
                 reader = None
                 if document is None:
-                    raise _refusal(path, error) from error
+                    raise _pypdf_error(path, error) from error
             pages = len(document) if document is not None else len(reader.pages)
             if pages > MAX_PAGES:
                 raise OversizedDocumentError(
@@ -115,12 +116,12 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
             document.close()
 
 
-def _is_broken(text: str | None) -> bool:
-    """Whether a page has no letters, or each of most stands alone, as pdfium reads fonts of unknown widths."""
+def _is_unreadable(text: str | None) -> bool:
+    """Whether a page's text is empty, or has spaces between letters, as pdfium puts them for fonts without widths."""
     words = re.findall(r"[^\W\d_]+", text or "")
     single = sum(len(word) <= 2 and word.isascii() for word in words)
-    is_spelt = len(words) >= FEWEST_WORDS and single > MOST_SINGLE * len(words)
-    return is_spelt or not any(map(str.isprintable, text or ""))
+    is_spaced_out = len(words) >= FEWEST_WORDS and single > MOST_SINGLE * len(words)
+    return is_spaced_out or not any(map(str.isprintable, text or ""))
 
 
 def page_label(document: Any, number: int) -> str:
@@ -135,23 +136,23 @@ def _pdfium_text(document: Any, number: int) -> str | None:
     if document is None:
         return None
     with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
-        # The bounded text may join cells of one letter, as in `Ajax512`; the other has no letters beyond UCS-2.
+        # The bounded text may join cells of one letter, as in `Ajax512`; the other text lacks characters beyond UCS-2.
         bounded, text = (str(each) for each in (textpage.get_text_bounded(), textpage.get_text_range()))
-        text = text if _letters(text) == _letters(bounded) else bounded
+        text = text if _without_spaces(text) == _without_spaces(bounded) else bounded
         return WRAPPED.sub("", REAL_HYPHEN.sub("-", text)).strip()
     return None
 
 
-def _letters(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(WRAPPED.sub("", text).split())
 
 
-def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
-    """The values of a page's form fields, as `label: value`, and the remarks on it."""
+def _form_values(reader: "PdfReader | None", number: int) -> list[str]:
+    """The values of a page's form fields, as `label: value`, and the remarks on the page."""
     lines: list[str] = []
     if reader is None:
         return lines
-    with suppress(Exception):  # of a damaged form nothing is taken
+    with suppress(Exception):  # pypdf raises anything for a damaged form, which is left out
         for reference in reader.pages[number].get("/Annots") or ():
             annotation = reference.get_object()
             kind = annotation.get("/Subtype")
@@ -164,9 +165,9 @@ def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
 
 
 def _value(field: Any) -> str:
-    """A form field's value as its page shows it: of a group's buttons that which is on, of a choice its name.
+    """A form field's value as its page shows it: of buttons the one that is on, of a choice its name.
 
-    A signature, which is a dictionary, has none.
+    "" for a signature, which is a dictionary.
     """
     value = _inherited(field, "/V")
     if _inherited(field, "/FT") == "/Btn":
@@ -182,7 +183,7 @@ def _value(field: Any) -> str:
 
 
 def _inherited(field: Any, name: str) -> Any:
-    """A form field's entry, or its parent's."""
+    """An entry of a form field, or of its nearest parent that has it; None if there is none."""
     while field is not None:
         if name in field:
             return field[name]
@@ -191,7 +192,7 @@ def _inherited(field: Any, name: str) -> Any:
     return None
 
 
-def _refusal(path: Path, error: Exception) -> DocumentError:
+def _pypdf_error(path: Path, error: Exception) -> DocumentError:
     from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError
 
     if isinstance(error, FileNotDecryptedError | DependencyError):  # pdfium could not open it either
@@ -201,6 +202,6 @@ def _refusal(path: Path, error: Exception) -> DocumentError:
         )
     if isinstance(error, LimitReachedError):
         return OversizedDocumentError(
-            f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
+            f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_ADVICE}"
         )
-    return UnreadableDocumentError(f"Reading {path}: the PDF is damaged ({error}). {PRINT_AGAIN}")
+    return UnreadableDocumentError(f"Reading {path}: the PDF is damaged ({error}). {PRINT_ADVICE}")

@@ -1,8 +1,8 @@
 """Document readers: one file -> parts of text, each with its location ("p. 3", a heading, a row).
 
 Parsing runs in a limited subprocess (`sandbox`), which bounds memory and time; this module bounds the amount of text.
-`FORMATS` has a row per suffix, each read by a library made for it (docs/decisions). LlamaIndex's readers were rejected:
-they load a PDF three times and hide why it failed, and join table cells without a space.
+`FORMATS` has an entry per suffix, each read by a library made for it (docs/decisions). LlamaIndex's readers were
+rejected: they load a PDF three times and hide why it failed, and join table cells without a space.
 """
 
 import re
@@ -39,25 +39,25 @@ MAX_CHARACTERS = 32_000_000  # of one document: some 16,000 passages of 512 toke
 MAX_PARTS = 300_000  # pages, sections, rows
 # Soft hyphen, zero-width space, stray byte order mark.
 INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
-# Control characters, and those that mean something in one font only.
+# Control characters, and private-use characters, whose meaning depends on a font.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*\n(?:.+\n)*?---$", re.MULTILINE)
-JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
+JUDGED_CHARACTERS = 20_000  # of a page or document: enough to judge whether it is in a language
 VERSION = 11  # part of a document's recipe: raise it when the text that comes out changes
 
 
-RECOGNITION = TextRecognition()
+DEFAULT_RECOGNITION = TextRecognition()
 Notes = list[str]  # sentences on what was guessed, replaced or left out
 Part = tuple[str, str]  # a text and its location
 Reader = Callable[
     [Path, Notes, OnPage], Iterable[tuple[str, ...]]
-]  # parts; of a PDF also what people filled in
+]  # `Part`s; for a PDF with a third text: form values and remarks
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How files of one suffix are read. libraries: modules that reading imports. Its process is new for each file, and
-    gets them from the process that it is forked from.
+    """How files of one suffix are read. libraries: modules that the reader imports. They are imported once, into the
+    process from which a new process is forked for each file.
     """
 
     read: Reader
@@ -81,45 +81,45 @@ class DocumentText:
 
 
 def read_document(
-    path: Path, on_page: OnPage = silent, recognition: TextRecognition = RECOGNITION
+    path: Path, on_page: OnPage = silent, recognition: TextRecognition = DEFAULT_RECOGNITION
 ) -> DocumentText:
     """Read the text of a document, in reading order. Raises DocumentError, ModelNotFoundError (of text recognition).
 
-    on_page(done, total): a PDF's pages, and then those that need text recognition (seconds each); it is called several
-    times a second, and if it raises, reading is cancelled.
+    on_page(done, total) counts a PDF's pages, and then the pages that need text recognition (seconds each). It is
+    called several times a second; if it raises, reading is cancelled.
     """
     check_file(path)
     libraries = known.libraries if (known := FORMATS.get(path.suffix.lower())) else ()
     found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
     parts, notes = list(starmap(DocumentPart, found["parts"])), list(found["notes"])
     empty, garbled = found["empty"], found["garbled"]
-    wanted = sorted([*empty, *garbled])
-    read = []
-    if wanted and can_recognise():
-        found_texts = recognition.pages(path, [number + 1 for number in wanted], on_page)
-        texts = {number - 1: clean(text) for number, text in found_texts}
-        read = [number for number in wanted if texts[number]]
-        for number in read:
+    illegible = sorted([*empty, *garbled])
+    recognised = []
+    if illegible and can_recognise():
+        pages = recognition.pages(path, [number + 1 for number in illegible], on_page)
+        texts = {number - 1: clean(text) for number, text in pages}
+        recognised = [number for number in illegible if texts[number]]
+        for number in recognised:
             filled_in = parts[number].text if number in empty else ""
             parts[number] = DocumentPart(f"{texts[number]}\n{filled_in}".strip(), parts[number].location)
-    unread = [number for number in wanted if number not in read]
-    notes += _notes_on_pages(parts, read, unread, garbled)
+    unread = [number for number in illegible if number not in recognised]
+    notes += _notes_on_pages(parts, recognised, unread, garbled)
     parts = [part for part in parts if part.text]
     if not parts:
-        raise EmptyDocumentError(_no_text(path))
+        raise EmptyDocumentError(_no_text_message(path))
     return DocumentText(parts, tuple(dict.fromkeys(" ".join(clean(note).split()) for note in notes)))
 
 
 def _notes_on_pages(
-    parts: Sequence[DocumentPart], read: Sequence[int], unread: Sequence[int], garbled: Sequence[int]
+    parts: Sequence[DocumentPart], recognised: Sequence[int], unread: Sequence[int], garbled: Sequence[int]
 ) -> Iterator[str]:
-    """On a PDF's pages (from 0) that were read from their pictures, and those without legible text that were not."""
+    """Notes on a PDF's pages (from 0) without legible text: those recognised from pictures, and the unread ones."""
 
     def named(numbers: Iterable[int]) -> str:
         return shortened([parts[number].location for number in numbers])
 
-    if read:
-        yield f"the text of these pages was recognised from pictures: {named(read)}"
+    if recognised:
+        yield f"the text of these pages was recognised from pictures: {named(recognised)}"
     if doubtful := [number for number in unread if number in garbled]:
         yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
     if can_recognise():
@@ -137,10 +137,10 @@ def _notes_on_pages(
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
-    """In the sandbox: `parts`, (text, location) with text, PDF pages without any too, and `notes`.
+    """In the sandbox: the document's `parts`, (text, location) each, and `notes`. A PDF's empty pages are parts, too.
 
-    empty: the PDF pages (from 0) without text but what people filled in. garbled: those whose text is no language's
-    (`legibility`); of other formats it is noted. Raises whatever parsers raise.
+    `empty`: the PDF's pages (from 0) without text, except form values and remarks; `garbled`: its pages whose text is
+    in no language (`legibility`); for other formats a note says that. Raises whatever parsers raise.
     """
     check_content(path)
     notes, parts, characters, beginning = list[str](), list[Part](), 0, ""
@@ -172,7 +172,7 @@ def clean(text: str) -> str:
     """Remove control characters, broken surrogates and white space at line ends; line ends become \\n."""
     text = re.sub("\r\n|[\r\f\v]", "\n", text)
     text = text.translate(INVISIBLE)
-    text = text.encode("utf-8", "replace").decode("utf-8")  # PDF fonts can give half a surrogate pair
+    text = text.encode("utf-8", "replace").decode("utf-8")  # PDFs may have half a surrogate pair
     text = NOT_TEXT.sub("", text)
     # Linear time, however long a run of spaces is.
     text = re.sub(r"(?<![ \t])[ \t]++$", "", text, flags=re.MULTILINE)
@@ -180,7 +180,7 @@ def clean(text: str) -> str:
 
 
 def _markdown_sections(text: str) -> Iterator[Part]:
-    """One part for each heading; the text stays as it is written, which models read well."""
+    """One part for each heading, in Markdown as it is written: models read that well."""
     from markdown_it import MarkdownIt
 
     text = clean(text)
@@ -195,18 +195,18 @@ def _markdown_sections(text: str) -> Iterator[Part]:
     yield "\n".join(lines[begin:]), heading
 
 
-def _of_text(read: Callable[[str], Iterable[Part]]) -> Reader:
-    """A reader of files from a function of their decoded text."""
+def _text_reader(read: Callable[[str], Iterable[Part]]) -> Reader:
+    """Make a reader of files from a reader of decoded text."""
     return lambda path, notes, _: read(decode(path.read_bytes(), path, notes))
 
 
 _CHARDET, _MARKUP = ("chardet",), ("selectolax.lexbor", "defusedxml.ElementTree", "chardet")
-_MARKDOWN = Format(_of_text(_markdown_sections), ("markdown_it",))
-_HTML = Format(_of_text(html_sections), _MARKUP)
+_MARKDOWN = Format(_text_reader(_markdown_sections), ("markdown_it",))
+_HTML = Format(_text_reader(html_sections), _MARKUP)
 _OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path), _MARKUP)
 
 
-def _table(delimiter: str) -> Format:
+def _table_format(delimiter: str) -> Format:
     return Format(
         lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes, delimiter),
         ("clevercsv", "chardet"),
@@ -215,7 +215,7 @@ def _table(delimiter: str) -> Format:
 
 _MAIL = Format(lambda path, notes, _: mail_parts(path, notes), _MARKUP)
 FORMATS: dict[str, Format] = {
-    ".txt": Format(_of_text(lambda text: [(text, "")]), _CHARDET),
+    ".txt": Format(_text_reader(lambda text: [(text, "")]), _CHARDET),
     ".md": _MARKDOWN,
     ".markdown": _MARKDOWN,
     ".html": _HTML,
@@ -228,19 +228,19 @@ FORMATS: dict[str, Format] = {
     ".pptx": Format(lambda path, notes, _: pptx_slides(path, notes), _MARKUP),
     ".rtf": Format(lambda path, notes, _: rtf_text(path, notes)),
     ".epub": Format(lambda path, notes, _: epub_chapters(path, notes), _MARKUP),
-    ".csv": _table(","),
-    ".tsv": _table("\t"),
+    ".csv": _table_format(","),
+    ".tsv": _table_format("\t"),
     ".xlsx": Format(lambda path, notes, _: xlsx_rows(path, notes), ("openpyxl",)),
-    ".ipynb": Format(_of_text(lambda text: _markdown_sections(notebook_text(text)))),
-    ".rst": Format(_of_text(rst_sections), ("docutils.core",)),
-    ".org": Format(_of_text(org_sections)),
-    ".tex": Format(_of_text(latex_text)),
+    ".ipynb": Format(_text_reader(lambda text: _markdown_sections(notebook_text(text)))),
+    ".rst": Format(_text_reader(rst_sections), ("docutils.core",)),
+    ".org": Format(_text_reader(org_sections)),
+    ".tex": Format(_text_reader(latex_text)),
     ".eml": _MAIL,
     ".mbox": _MAIL,
 }
 
 
-def _no_text(path: Path) -> str:
+def _no_text_message(path: Path) -> str:
     if path.suffix.lower() == ".pdf" and not can_recognise():
         return (
             f"Reading {path}: its pages hold no text, so {SCANNED}. Install text recognition, "
