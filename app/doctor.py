@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from ragblend.app.library.maintenance import check_index, check_library
-from ragblend.app.library.sandbox import rights_left, run_in_sandbox
+from ragblend.app.library.sandbox import run_in_sandbox, unneeded_rights
 from ragblend.app.library.similarity import recorded_similarity
 from ragblend.app.words import plural
 from ragblend.app.workspace import Workspace
@@ -122,7 +122,7 @@ def _library(workspace: Workspace) -> tuple[Status, str]:
 
 def _parser(workspace: Workspace) -> tuple[Status, str]:
     registry = workspace.library.path
-    if left := run_in_sandbox(rights_left, registry.with_name("none"), str(registry)):
+    if left := run_in_sandbox(unneeded_rights, registry.with_name("none"), str(registry)):
         return (
             "warning",
             f"on this system a hostile document that takes over its parser could {' and '.join(left)}",

@@ -97,7 +97,7 @@ def judge(kind: str, path: Path) -> ReadResult:
     seconds, text = time.perf_counter() - begun, "\n".join(text for text, _ in found["parts"])
     pages = len(found["parts"]) if kind == "pdf" else len(text) / PAGE_CHARACTERS
     try:
-        theirs = run_in_sandbox(expected, path, kind, silent_s=PARSER_TIMEOUT_S)
+        theirs = run_in_sandbox(expected, path, kind, page_timeout_s=PARSER_TIMEOUT_S)
     except DocumentError as error:
         theirs, reason = [], reason or f"not judged: {error}"
     ours = text.split("\n") if kind == "csv" else words_of(text)

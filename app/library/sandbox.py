@@ -1,10 +1,10 @@
 """Parses untrusted files in a limited subprocess: no parser can crash or block the caller, or use its files.
 
-The process is a new interpreter: not forked, because the caller has torch and its threads, and not multiprocessing's,
-which runs the caller's main script again. It forks for each file, so that what a file does to its parser ends with
-that file; a process that cannot fork (on Windows) ends after one. On Linux the fork may read its file and the
-installed programs, and nothing else: it may not write, connect, or start a program. One that takes too much memory or
-time is killed; so are all if the caller ends.
+The process is a new interpreter: not a fork of the caller, which has torch and its threads, and not multiprocessing's,
+which runs the caller's main script again. The process forks for each file, so that what a file does to its parser ends
+with that file; where it cannot fork (on Windows), it ends after one file. On Linux the fork may read its file and the
+installed programs, and nothing else: it may not write, connect, or start a program. A fork that takes too much memory
+or time is killed; if the caller ends, all processes end.
 """
 
 import atexit
@@ -46,14 +46,14 @@ from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, Unrea
 
 MIB = 1024**2
 MEMORY_BYTES = 1024 * MIB  # what a call may allocate beyond the process's own memory: enforced on Linux
-SILENT_S = 300.0  # how long a call may take without finishing a page
-BEAT_S = 0.2  # how often the caller's on_page is called, which may cancel the work
-IDLE_S = 60.0
+PAGE_TIMEOUT_S = 300.0  # how long a call may take without finishing a page
+POLL_S = 0.2  # between two calls of the caller's on_page, which may cancel the work
+IDLE_S = 60.0  # how long an idle process waits for the next file
 MEMORY_EXIT = 76  # the exit code of a process that is out of memory
 MAX_REPLY_BYTES = 512 * MIB
-PAGE = b'{"page"'  # how a message begins that is not the reply
-# What parsers read besides their file, their code and that of Python: shared libraries, names of types, the processor.
-READABLE = (
+PROGRESS_START = b'{"page"'  # the beginning of a progress message; any other message is the reply
+# Read by parsers besides their file, their code and Python's: shared libraries, media types, facts about the processor.
+READABLE_PATHS = (
     "/usr", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/proc/self",
     "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system", "/dev/urandom",
 )  # fmt: skip
@@ -69,15 +69,15 @@ def run_in_sandbox(
     imports: Sequence[str] = (),
     readable: Sequence[str] = (),
     memory_bytes: int = MEMORY_BYTES,
-    silent_s: float = SILENT_S,
+    page_timeout_s: float = PAGE_TIMEOUT_S,
 ) -> Any:
     """Run work(path, *arguments, on_page), a module's function, in another process and return its result, a JSON value.
 
-    Nothing that comes from that process is unpickled: a parser that a file took over must not reach this one.
+    Nothing from that process is unpickled: a file that has taken over its parser must not reach this process.
     on_page(done, total) is called here several times a second ((0, 0): not known yet); if it raises, the work is
-    cancelled. imports: modules of the work, which are imported once for all files; readable: more files that it
-    reads. Raises the work's DocumentError, OversizedDocumentError where a limit is exceeded, and
-    UnreadableDocumentError for any other failure, a crash included.
+    cancelled. imports: modules that the work needs, imported once for all files; readable: more files that it may read;
+    page_timeout_s: how long it may take without finishing a page. Raises the work's DocumentError,
+    OversizedDocumentError if a limit is exceeded, and UnreadableDocumentError for any other failure, a crash included.
     """
     reply = None
     request = _Request(
@@ -86,7 +86,7 @@ def run_in_sandbox(
     while reply is None:
         with _idle_lock:
             process = _idle.pop() if _idle else _Process()
-        reply = process.reply(request, on_page, silent_s)
+        reply = process.reply(request, on_page, page_timeout_s)
     if (code := reply.get("exit")) is not None:
         raise _crash_error(request, code)
     if (error := reply.get("error")) is not None:
@@ -113,16 +113,15 @@ class _Process:
             {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )
 
-    def reply(self, request: _Request, on_page: OnPage, silent_s: float) -> Any:
-        """`result`, or `error` and `message`, or `exit`, the code of a crash.
+    def reply(self, request: _Request, on_page: OnPage, page_timeout_s: float) -> Any:
+        """The reply: `result`, or `error` and `message`, or `exit`, the code of a crash.
 
-        None if a new process should be used instead: one that has served before may have exited or been killed while
-        it was idle.
+        None if a new process should be used instead: a process that has served before may have ended while it was idle.
         """
         served, self._has_served = self._has_served, True
         try:
             self._connection.send_bytes(json.dumps(asdict(request)).encode())
-            reply = self._wait_for_reply(request, on_page, silent_s)
+            reply = self._wait_for_reply(request, on_page, page_timeout_s)
         except (EOFError, ConnectionError):
             self.end()
             if served:
@@ -131,33 +130,33 @@ class _Process:
         except BaseException:  # the caller cancels
             self.end()
             raise
-        _keep_for_next_call(self)
+        _keep_idle(self)
         return reply
 
-    def _wait_for_reply(self, request: _Request, on_page: OnPage, silent_s: float) -> Any:
-        path, page, heard = Path(request.path), (0, 0), time.monotonic()
+    def _wait_for_reply(self, request: _Request, on_page: OnPage, page_timeout_s: float) -> Any:
+        path, page, last_message_at = Path(request.path), (0, 0), time.monotonic()
         parser, limit = None, 0
         while True:
-            if self._connection.poll(BEAT_S):
+            if self._connection.poll(POLL_S):
                 reply = json.loads(self._connection.recv_bytes(MAX_REPLY_BYTES))
                 if "page" not in reply:
                     return reply
-                page, heard = (int(reply["page"][0]), int(reply["page"][1])), time.monotonic()
+                page, last_message_at = (int(reply["page"][0]), int(reply["page"][1])), time.monotonic()
                 if "process" in reply:
                     parser = int(reply["process"])
                     limit = _resident_bytes(parser) + request.memory_bytes
-            elif time.monotonic() - heard > silent_s:
+            elif time.monotonic() - last_message_at > page_timeout_s:
                 where = f"page {page[0] + 1} of {page[1]}" if page[1] else "it"
-                raise _limit_error(path, f"{where} took more than {silent_s:.0f} seconds")
+                raise _limit_error(path, f"{where} took more than {page_timeout_s:.0f} seconds")
             if parser is not None and _resident_bytes(parser) > limit:
                 raise _too_much_memory(path, request.memory_bytes)
             on_page(*page)
 
     def end(self) -> None:
-        """Kill it, unless it has exited."""
+        """Kill the process, unless it has exited."""
         self._connection.close()
         try:
-            self._process.wait(BEAT_S)  # for the exit code of a process that had exited or crashed
+            self._process.wait(POLL_S)  # keeps the exit code of a process that has exited or crashed
         except subprocess.TimeoutExpired:
             end_process_group(self._process.pid)
             self._process.wait()
@@ -167,7 +166,7 @@ _idle: list[_Process] = []
 _idle_lock = threading.Lock()
 
 
-def _keep_for_next_call(process: _Process) -> None:
+def _keep_idle(process: _Process) -> None:
     with _idle_lock:
         if CAN_FORK and not _idle:
             _idle.append(process)
@@ -182,14 +181,14 @@ def _end_idle() -> None:
 
 
 if CAN_FORK:
-    os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent
+    os.register_at_fork(after_in_child=_idle.clear)  # the processes belong to the parent
 
 
 def _crash_error(request: _Request, code: int) -> DocumentError:
     path = Path(request.path)
     if code == MEMORY_EXIT:
         return _too_much_memory(path, request.memory_bytes)
-    if code == -signal.SIGABRT:  # pdfium, if it gets no memory; the process cannot say why
+    if code == -signal.SIGABRT:  # as pdfium does without memory; the process cannot say why
         return OversizedDocumentError(
             f"Reading {path}: the parser aborted, as it does if {request.memory_bytes // MIB} MiB of memory, the "
             "limit, are not enough. Split it into parts, or save it as plain text."
@@ -227,25 +226,25 @@ def serve_requests() -> None:
             if not CAN_FORK:
                 _send(connection, {"page": (0, 0), "process": os.getpid()})
                 threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
-                _work(request, connection, ())
+                _work_in_fork(request, connection, ())
                 return
-            _serve(connection, request)
+            _serve_by_fork(connection, request)
 
 
 def _end_with_caller(connection: Connection) -> None:
     with suppress(OSError):
-        connection.poll(None)  # nothing comes during the work but its end
+        connection.poll(None)  # the only event during the work is that the caller ends
     os._exit(0)
 
 
-def _serve(connection: Connection, request: _Request) -> None:
-    """Have a fork do the work, and pass on its messages, unread: it may be in the power of the file."""
+def _serve_by_fork(connection: Connection, request: _Request) -> None:
+    """Have a fork do the work, and pass on its messages without parsing them: the file may control the fork."""
     ours, theirs = Pipe(duplex=False)
     with ours:
-        parser = fork(partial(_work, request, theirs, (connection, ours)))
+        parser = fork(partial(_work_in_fork, request, theirs, (connection, ours)))
         theirs.close()
         message = json.dumps({"page": (0, 0), "process": parser}).encode()
-        while message.startswith(PAGE):
+        while message.startswith(PROGRESS_START):
             connection.send_bytes(message)
             if connection in wait([connection, ours]):  # the caller has ended
                 end_process_group(os.getpid())
@@ -260,14 +259,14 @@ def _serve(connection: Connection, request: _Request) -> None:
 # --- in its fork
 
 
-def _work(request: _Request, connection: Connection, others: Sequence[Connection]) -> None:
+def _work_in_fork(request: _Request, connection: Connection, others: Sequence[Connection]) -> None:
     for other in others:
         other.close()
     try:
         # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
         # small steps may lose its own errors and hang.
         limit_allocations(2 * request.memory_bytes)
-        restrict_process([request.path, *request.readable, *READABLE, *_code_folders()], [os.devnull])
+        restrict_process([request.path, *request.readable, *READABLE_PATHS, *_code_folders()], [os.devnull])
         _send(connection, _answer(connection, request))
     except MemoryError:
         os._exit(MEMORY_EXIT)  # there may be no memory for a message
@@ -275,7 +274,7 @@ def _work(request: _Request, connection: Connection, others: Sequence[Connection
 
 @cache
 def _code_folders() -> list[str]:
-    """Where Python and its packages are; not the folder of the user's script, nor one that has the home in it."""
+    """Where Python and its packages are; not the script's folder, nor folders that contain the user's home."""
     folders = {each for each in sys.path if next(Path(each).glob("*.dist-info"), None) is not None}
     folders |= {sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[2])}
     return [folder for folder in folders if not Path.home().is_relative_to(os.path.realpath(folder))]
@@ -285,8 +284,8 @@ def _send(connection: Connection, reply: dict[str, Any]) -> None:
     connection.send_bytes(json.dumps(reply).encode())
 
 
-def rights_left(_path: Path, other: str, _: OnPage) -> list[str]:
-    """In the sandbox: what a parser could do that it need not do. other: a file that is not its document."""
+def unneeded_rights(_path: Path, other: str, _: OnPage) -> list[str]:
+    """In the sandbox: what a parser could do, although it need not. other: a file that is not its document."""
     left = []
     with suppress(PermissionError), open(other, "rb"):
         left.append("read and change your files")

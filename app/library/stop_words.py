@@ -1,4 +1,4 @@
-"""Words of no subject, by language, and the languages of a text, which these tell. Pure functions over text."""
+"""Stop words by language, and the languages of a text, recognised by its stop words. Pure functions over text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence, Set
@@ -9,19 +9,19 @@ from pathlib import Path
 from ragblend.app.database import split_words
 
 ENGLISH = "english"
-# Of prose, at least: the share of stop words, and words a line. A table has fewer, and stop words of many languages.
+# Prose has at least this share of stop words, and so many words per line. A table has fewer, in many languages.
 PROSE_SHARE, PROSE_LINE = 0.1, 6
 READ_CHARACTERS = 800  # of a text, to tell its language
-# English words of no subject: "does" is rarer in manuals than "error".
+# English stop words that a search ignores: by its rarity in manuals, "does" would count more than "error".
 COMMON_WORDS = frozenset(
     """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
     would can could may must should it its he she they his her their you your this that there who which what when how
     much many""".split()  # noqa: SIM905
 )
-# NLTK's stop words, of which LlamaIndex has a copy. Its list of Hindi in Latin letters is half English.
-STOP_WORDS, NO_LISTS = "core/_static/nltk_cache/corpora/stopwords", {"README", "hinglish"}
-# What its lists lack: a question may have no other word of its language.
-ASKING = {
+# NLTK's lists of stop words, a copy of which is in LlamaIndex. The list of Hindi in Latin letters is half English.
+STOP_WORDS, NOT_LANGUAGES = "core/_static/nltk_cache/corpora/stopwords", {"README", "hinglish"}
+# Missing in its lists: a question may have no other stop word.
+MORE_STOP_WORDS = {
     "german": "wann wer wen wem wessen warum wieso weshalb wohin woher",
     "french": "quand combien comment pourquoi quel quelle quels quelles où qui",
     "italian": "quando quanto quanta quanti quante come dove perché quale quali",
@@ -31,15 +31,16 @@ ASKING = {
 
 
 def languages_of(text: str) -> Set[str]:
-    """The languages, in NLTK's names, with more of its words among their stop words than any other; {}: not known.
+    """The languages, by NLTK's names, that have the most of the text's words as stop words; empty if none has any.
 
-    English alone, if it is one of them. Related languages may be equal for a short text. Only the beginning is read.
+    Only English, if it is one of them. For a short text several related languages may be equal. Only the beginning of
+    the text is read.
     """
     return _languages_of_words(words_without_numbers(text[:READ_CHARACTERS]))
 
 
 def languages_of_prose(text: str) -> Set[str]:
-    """As `languages_of`; {} also for a text that is no prose, such as a table."""
+    """As `languages_of`; also empty for a text that is not prose, such as a table."""
     words, by_word = prose_words(text), _languages_by_word()
     found = _languages_of_words(words)
     share = sum(not found.isdisjoint(by_word.get(word, ())) for word in words)
@@ -47,13 +48,13 @@ def languages_of_prose(text: str) -> Set[str]:
 
 
 def stop_word_share(text: str) -> float:
-    """The share of its words that are stop words of any language."""
+    """The share of a text's words that are stop words of any language."""
     words, by_word = words_without_numbers(text), _languages_by_word()
     return sum(word in by_word for word in words) / max(len(words), 1)
 
 
 def prose_words(text: str) -> list[str]:
-    """The words of its beginning without numbers; [] if its lines have fewer than those of prose."""
+    """The words of a text's beginning, without numbers; [] if it has fewer words per line than prose."""
     read = text[:READ_CHARACTERS]
     lines, words = sum(1 for line in read.splitlines() if line.strip()), words_without_numbers(read)
     return words if len(words) >= PROSE_LINE * lines else []
@@ -62,8 +63,8 @@ def prose_words(text: str) -> list[str]:
 def _languages_of_words(words: Sequence[str]) -> Set[str]:
     by_word = _languages_by_word()
     found = Counter(language for word in words for language in by_word.get(word, ()))
-    most = max(found.values(), default=0)
-    best = {language for language, count in found.items() if count == most}
+    highest = max(found.values(), default=0)
+    best = {language for language, count in found.items() if count == highest}
     return {ENGLISH} if ENGLISH in best else best
 
 
@@ -73,9 +74,9 @@ def words_without_numbers(text: str) -> list[str]:
 
 
 def stop_words_in(question: str) -> Set[str]:
-    """The question's stop words in its languages, if these are not English (`COMMON_WORDS` has those).
+    """The question's stop words in its languages, other than English (`COMMON_WORDS` has those).
 
-    A single one tells no language: `Ada` is a name, though a stop word of Indonesian.
+    Empty if there is only one, which does not show a language: `Ada` is a name, and a stop word of Indonesian.
     """
     languages, by_word = languages_of(question) - {ENGLISH}, _languages_by_word()
     found = {word for word in split_words(question) if not languages.isdisjoint(by_word.get(word, ()))}
@@ -84,11 +85,11 @@ def stop_words_in(question: str) -> Set[str]:
 
 @cache
 def _languages_by_word() -> dict[str, frozenset[str]]:
-    """The languages of which each word is a stop word; empty where LlamaIndex has no lists."""
+    """For each stop word its languages; empty if LlamaIndex is not installed with its lists."""
     found, package = defaultdict[str, frozenset[str]](frozenset), find_spec("llama_index")  # imports nothing
     places = package.submodule_search_locations if package is not None else None
     folders = (Path(place) / STOP_WORDS for place in places or ())
     for file in (file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())):
-        for word in split_words(f"{file.read_text('utf-8')} {ASKING.get(file.name, '')}"):
-            found[word] |= {file.name} - NO_LISTS
+        for word in split_words(f"{file.read_text('utf-8')} {MORE_STOP_WORDS.get(file.name, '')}"):
+            found[word] |= {file.name} - NOT_LANGUAGES
     return found

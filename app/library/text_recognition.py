@@ -29,7 +29,7 @@ def can_recognise() -> bool:
 
 @dataclass(frozen=True)
 class TextRecognition:
-    """Text recognition of one language (`OCR_LANGUAGES`). folder: where its model is, or is put."""
+    """Text recognition for one language of `OCR_LANGUAGES`. folder: where its model is, or is downloaded to."""
 
     language: str = "default"
     folder: Path = Path()
@@ -42,13 +42,13 @@ class TextRecognition:
         """
         model = self._model()
         found = run_in_sandbox(
-            recognised, path, numbers, model and str(model), self.language, on_page=on_page,
+            recognise_pages, path, numbers, model and str(model), self.language, on_page=on_page,
             memory_bytes=MEMORY_BYTES, readable=[str(model)] if model else [],
         )  # fmt: skip
         return [(number, text) for number, text in found]
 
     def _model(self) -> Path | None:
-        """The language's model, downloaded if it is not there or damaged; None for the one in RapidOCR's package."""
+        """The language's model, downloaded if it is missing or damaged; None for the one in RapidOCR's package."""
         if self.language == "default":
             return None
         from rapidocr.inference_engine.base import FileInfo, InferSession
@@ -73,10 +73,10 @@ class TextRecognition:
         )
 
 
-def recognised(
+def recognise_pages(
     path: Path, numbers: Sequence[int], model: str | None, language: str, on_page: OnPage
 ) -> list[tuple[int, str]]:
-    """In the sandbox: as `TextRecognition.pages`."""
+    """Does the work of `TextRecognition.pages` in the sandbox."""
     texts = []
     for done, picture in enumerate(page_pictures(path, numbers, SCALE)):
         on_page(done, len(numbers))

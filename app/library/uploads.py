@@ -18,7 +18,7 @@ NAME_BYTES = 200
 
 
 def store_upload(home: Home, collection: str, path: Path) -> Path:
-    """Copy a file into the home. The same content twice is one copy; another file of the same name gets a number.
+    """Copy a file into the home. The same content is not copied twice; another file of the same name gets a number.
 
     Not thread-safe. Raises UnreadableDocumentError, StoreFullError.
     """
@@ -64,7 +64,7 @@ def delete_uploads(home: Home, collection: str) -> int:
 
 @contextmanager
 def _deleting(path: Path) -> Iterator[None]:
-    """Ignore that a file does not exist. Raises LibraryError for other failures."""
+    """Ignore that the file to delete does not exist. Raises LibraryError for other failures."""
     try:
         yield
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def _candidate_names(wanted: Path) -> Iterator[Path]:
 def safe_name(name: str) -> str:
     """A file name that every file system takes: no folders, control characters or leading dots, not too long.
 
-    In the Unicode form in which names are compared: the same name in another form is another file of the same name.
+    The name is in the Unicode form in which names are compared, so that its other form counts as the same name.
     """
     last = composed(re.split(r"[/\\]", name)[-1])
     shown = "".join(c for c in last if unicodedata.category(c)[0] != "C").strip().lstrip(".")
@@ -95,7 +95,7 @@ def safe_name(name: str) -> str:
 
 
 def _copy_durably(path: Path, target: Path) -> Path:
-    """Copy completely or not at all, also after a power cut."""
+    """Copy a file completely or not at all, even if the power fails."""
     partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
     try:
         shutil.copyfile(path, partial)

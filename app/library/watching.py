@@ -1,7 +1,7 @@
 """Watches folders: new, changed, moved and deleted files become jobs of the ingest queue.
 
-A folder is scanned when watching begins, which finds what changed before. Events of the operating system are hints
-only: a path that exists is ingested, one that does not is removed, whatever the event said.
+A folder is scanned when watching begins, to find earlier changes. The operating system's events are only hints: a path
+that exists is ingested, and one that does not is removed, whatever the event said.
 """
 
 import logging
@@ -17,7 +17,7 @@ from ragblend.app.library.jobs import JobQueue
 from ragblend.kvstore.errors import UsageError
 
 log = logging.getLogger("ragblend")
-QUIET_MS = 800  # a file is ingested once it has not been written to for so long
+QUIET_MS = 800  # how long a file must not change before it is ingested
 RETRY_S = 10.0
 
 
@@ -92,7 +92,7 @@ class WatchedFolder:
         self._thread = threading.Thread(target=self._run, name="ragblend-watch", daemon=True)
 
     def start(self, jobs: JobQueue, quiet_ms: int) -> None:
-        """Scan it, and watch it until `end`. quiet_ms: how long a changed file must be quiet."""
+        """Scan it, and watch it until `end`. quiet_ms: how long a file must not change before it is ingested."""
         self._jobs, self._quiet_ms = jobs, quiet_ms
         self.reason = "it has not been scanned yet"
         self._thread.start()
@@ -138,7 +138,7 @@ class WatchedFolder:
             if not self._path.is_dir():
                 self.reason = f"{self._path} no longer exists. Its documents stay, and it is checked again."
                 return
-            self._apply_changes(_real(Path(path)) for _, path in changes)
+            self._apply_changes(_path_of_event(Path(path)) for _, path in changes)
 
     def _scan(self) -> None:
         """Find earlier changes. An empty folder is more likely an unmounted disk than a wish to delete everything."""
@@ -161,22 +161,22 @@ class WatchedFolder:
         """Queue the jobs for changed paths; moving a whole folder is one event."""
         skip, home = self._jobs.workspaces.settings.skip, self._jobs.workspaces.home.root
         changed = {path for path in paths if not _is_skipped(path, self._path, skip, home)}
-        mine = [path for path in changed if not _is_behind_link(path, self._path)]
-        there = [path for path in mine if os.path.isdir(path) or (is_readable(path) and not is_gone(path))]
-        if there:
-            self._jobs.add(there, self.collection)
-        for path in changed:  # also below a file: its place may have been a folder's
+        not_linked = [path for path in changed if not _is_behind_link(path, self._path)]
+        existing = [p for p in not_linked if os.path.isdir(p) or (is_readable(p) and not is_gone(p))]
+        if existing:
+            self._jobs.add(existing, self.collection)
+        for path in changed:  # documents below a path are missing also if a file has replaced the folder
             gone = [path] if is_gone(path) else []
             self._jobs.queue_removal([*gone, *self._missing_in(path)], self.collection)
 
 
-def _real(path: Path) -> Path:
-    """The path of an event, or its folder if bytes of its name were lost because they are not UTF-8."""
+def _path_of_event(path: Path) -> Path:
+    """The path of an event; its folder, if the name is not UTF-8, because the event then lacks bytes of it."""
     return path.parent if "\ufffd" in path.name and is_gone(path) else path
 
 
 def _is_skipped(path: Path, root: Path, skip: str, home: Path) -> bool:
-    """As in `discover`."""
+    """Whether `discover` would skip this path: by the setting `skip`, or because it is in the home."""
     inside = path.relative_to(root).parts if path.is_relative_to(root) else path.parts
     return any(is_skipped(part, skip) for part in inside) or any(
         is_home(step, home) for step in (path, *path.parents)
@@ -184,6 +184,6 @@ def _is_skipped(path: Path, root: Path, skip: str, home: Path) -> bool:
 
 
 def _is_behind_link(path: Path, root: Path) -> bool:
-    """Links in a folder are not followed, as in `discover`."""
+    """Whether a link below the root leads to this path: links in folders are not followed, as in `discover`."""
     steps = (path, *path.parents)
     return any(os.path.islink(step) for step in steps if step != root and step.is_relative_to(root))

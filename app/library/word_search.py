@@ -15,18 +15,18 @@ from ragblend.app.library.stop_words import COMMON_WORDS, stop_words_in
 from ragblend.kvstore.errors import LibraryError
 
 log = logging.getLogger("ragblend")
-# In quotation marks of one kind or another.
+# Text in any kind of quotation marks.
 QUOTED = re.compile('"([^"]+)"|“([^”]+)”|„([^“”]+)[“”]|«([^»]+)»|»([^«]+)«|「([^」]+)」|『([^』]+)』')
 MOST_WORDS = 100  # of a question that are searched
-# In English questions about anything: "How long does it take?", "What does it mean?"
-ASKING = frozenset("long often take takes mean means".split())  # noqa: SIM905
+# Words of English questions about any subject: "How long does it take?", "What does it mean?"
+QUESTION_WORDS = frozenset("long often take takes mean means".split())  # noqa: SIM905
 LONG_WORD, ENDING = 7, 2  # letters
-FEW, FEW_SHARE = 3, 0.02  # the most passages, or share of them, that have a rare term
-# A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
-# one: passages contain them by chance.
+MAX_RARE, MAX_RARE_SHARE = 3, 0.02  # how many passages, or what share of them, may have a rare term
+# A number or code with its parts: INV-2024-0817, 48213, 4711. Years, round numbers, and numbers with a unit or of a
+# date are not codes: passages contain them by chance.
 CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
 SHORT_CODE = re.compile(r"[A-Z]\d\d")
-COMMON = re.compile(r"\d[\d.]*000|(?:1[5-9]|20)\d\d|\d+[^\W\d_]+|\d\d?[./]\d\d?")
+NOT_A_CODE = re.compile(r"\d[\d.]*000|(?:1[5-9]|20)\d\d|\d+[^\W\d_]+|\d\d?[./]\d\d?")
 Scores = dict[int, float]  # by a passage's number in the index
 
 
@@ -34,10 +34,10 @@ Scores = dict[int, float]  # by a passage's number in the index
 class WordMatch:
     """How a passage matches a question's words.
 
-    is_exact: it has a code or quoted phrase of the question; has_term: it has one of the question's terms, which few
-    passages have; words: how many of its words the passage has, without those of codes and stop words; share: of these
-    words, weighed by their rarity in the collections (0 to 1; 1 if there are none). Words that half of the passages
-    have do not count.
+    is_exact: the passage has a code or quoted phrase of the question; has_term: it has one of the question's terms that
+    few passages have; words: how many of the question's words it has, without those of codes and stop words; share: the
+    share of these words that it has, weighted by their rarity in the collections (0 to 1; 1 if there are none). Words
+    that half of the passages have do not count.
     """
 
     is_exact: bool
@@ -56,10 +56,10 @@ def by_words(
 ) -> dict[str, WordMatch]:
     """Passages of these collections that share words with a question, best first, by node id.
 
-    within: the only passages to return; None: all. terms: words of the question that are no common ones. Passages with
-    a code or quoted phrase (`exact_parts`) come first, then the best by BM25. Words that half of the passages have are
-    ignored. Other collections do not influence the score, so that it reveals nothing about them. An index that cannot
-    be read is treated as empty, with a warning.
+    within: the only passages to return; None: all. terms: words of the question that are unusual to the embedder, whose
+    tokenizer cuts them into many pieces. Passages with a code or quoted phrase (`exact_parts`) come first, then the
+    best by BM25. Words that half of the passages have are ignored. Other collections do not influence the score, so
+    that it reveals nothing about them. An index that cannot be read is treated as empty, with a warning.
     """
     try:
         scores, words, shares, with_term = _scores(library, collections, question, terms)
@@ -80,7 +80,7 @@ def by_words(
 
 
 def exact_parts(question: str) -> list[str]:
-    """Numbers and codes in a question that identify something, such as an invoice, and what it puts in quotes.
+    """Numbers and codes in a question that identify something, such as an invoice, and its quoted phrases.
 
     A code has at least four letters or digits, or is a capital with two digits, like the error E07. If the question is
     only the code, three are enough, and a year counts.
@@ -93,7 +93,7 @@ def exact_parts(question: str) -> list[str]:
     codes = [
         c
         for c in found
-        if (len("".join(WORD.findall(c))) >= 4 or SHORT_CODE.fullmatch(c)) and not COMMON.fullmatch(c)
+        if (len("".join(WORD.findall(c))) >= 4 or SHORT_CODE.fullmatch(c)) and not NOT_A_CODE.fullmatch(c)
     ]
     return list(dict.fromkeys([*codes, *quoted]))
 
@@ -108,29 +108,29 @@ def missing_codes(question: str, texts: Iterable[str]) -> list[str]:
 def _scores(
     library: Library, collections: Sequence[str], question: str, terms: Set[str]
 ) -> tuple[Scores, Scores, Scores, set[int]]:
-    """For each passage its BM25 score, and the question's words that it has: their number and share. Then the passages
-    with a rare term.
+    """For each passage its BM25 score, and the number and the weighted share of the question's words that it has; also
+    the passages with a rare term.
     """
     scores, counts, shares = (defaultdict[int, float](float) for _ in range(3))
-    whole, with_term = 0.0, set[int]()
-    asked = sum(map(library.count_passages, collections))
+    total_rarity, with_term = 0.0, set[int]()
+    passages = sum(map(library.count_passages, collections))
     everywhere = library.column("SELECT count(*) FROM numbers")[0]
-    # A part of a code is another code's, too.
+    # Other codes have these parts too, so they do not count.
     of_codes = {word for part in exact_parts(question) for word in split_words(part)}
-    of_no_subject = COMMON_WORDS | ASKING | stop_words_in(question)
-    ways = zip(split_words(question), *(indexed_words(each, question) for each in collections), strict=True)
-    for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
-        if plain in of_no_subject:
+    ignored = COMMON_WORDS | QUESTION_WORDS | stop_words_in(question)
+    indexed = zip(split_words(question), *(indexed_words(each, question) for each in collections), strict=True)
+    for plain, *words in list(dict.fromkeys(indexed))[:MOST_WORDS]:  # a word, as each collection indexes it
+        if plain in ignored:
             continue
         forms, having = _forms(library, plain, words)
-        if 2 * sum(having) >= asked:
+        if 2 * sum(having) >= passages:
             continue
-        rarity = _rarity(sum(having), asked)
+        rarity = _rarity(sum(having), passages)
         if plain not in of_codes:
-            whole += rarity
-        is_rare_term = plain in terms - of_codes and sum(having) <= max(FEW, FEW_SHARE * asked)
+            total_rarity += rarity
+        is_rare_term = plain in terms - of_codes and sum(having) <= max(MAX_RARE, MAX_RARE_SHARE * passages)
         for form, here in zip(forms, having, strict=True):
-            # FTS5 computes the rarity over all collections.
+            # Replace FTS5's rarity, over all collections, by that in these collections; bm25() is negative.
             weight = -rarity / _rarity(here, everywhere)
             query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
             for number, score in library.rows(query, form) if here else ():
@@ -140,21 +140,22 @@ def _scores(
                 if plain not in of_codes:
                     counts[number] += 1
                     shares[number] += rarity
-    if not whole:
+    if not total_rarity:
         return scores, counts, defaultdict(lambda: 1.0), with_term
-    return scores, counts, defaultdict(float, {n: share / whole for n, share in shares.items()}), with_term
+    shares = defaultdict(float, {number: share / total_rarity for number, share in shares.items()})
+    return scores, counts, shares, with_term
 
 
 def _forms(library: Library, plain: str, words: Sequence[str]) -> tuple[list[str], list[int]]:
-    """How to find a word, as each collection indexes it, and how many passages have it.
+    """The queries that find a word, as each collection indexes it, and how many passages each of them finds.
 
-    A word that no passage has is found as the beginning of longer ones: `Heizkosten` in `Heizkostenabrechnung`; or
-    without an ending: `Vereinsheimdachs`.
+    If no passage has a long word, longer words that begin with it are searched (`Heizkostenabrechnung` for
+    `Heizkosten`), and then words that begin with it without its ending (`Vereinsheimdach` for `Vereinsheimdachs`).
     """
-    whole, longer = [f'"{word}"' for word in words], [f'"{word}" *' for word in words]
+    exact, longer = [f'"{word}"' for word in words], [f'"{word}" *' for word in words]
     shorter = [f'"{word[:-ENDING]}" *' for word in words]
     forms, having = list[str](), list[int]()
-    for forms in (whole, longer, shorter)[: 1 if len(plain) < LONG_WORD else None]:
+    for forms in (exact, longer, shorter)[: 1 if len(plain) < LONG_WORD else None]:
         having = [library.column("SELECT count(*) FROM words WHERE words MATCH ?", form)[0] for form in forms]
         if any(having):
             break

@@ -111,7 +111,7 @@ def test_memory_is_bounded():
 
 def test_stuck_parser_is_killed():
     with pytest.raises(OversizedDocumentError, match=r"a\.pdf: page 3 of 7 took more than 1 seconds"):
-        run_in_sandbox(hostile_work.hang, PATH, silent_s=1.0)
+        run_in_sandbox(hostile_work.hang, PATH, page_timeout_s=1.0)
 
 
 def test_caller_can_cancel_at_any_time():
