@@ -37,8 +37,8 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip, home: Path | None
 
     home: this folder is skipped, because it holds copies of the uploads of all collections.
 
-    Links in a folder are not followed: whoever may write there could have any file of this account read. A link that
-    is given as a path itself is the user's own choice.
+    Links in a folder are not followed: anybody who may write there could make us read any file of this account. A link
+    that is given as a path itself is the user's own choice.
     """
     files: dict[str, Path] = {}
     folders: list[Path] = []

@@ -81,7 +81,7 @@ class Document:
 
 @dataclass(frozen=True)
 class DocumentPassage:
-    """One chunk of a document: the unit of retrieval and of stored KV."""
+    """One passage of a document: the unit of retrieval and of stored KV."""
 
     node_id: str
     document_id: str

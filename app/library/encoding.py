@@ -113,8 +113,8 @@ def _encode(
         return KvReport(count, 0, stopped="model", message=message)
     done, encoded, tokens, pace = 0, 0, 0, Pace()
     stopped: StopReason = ""
-    plan = missing.tokens, missing.nbytes, missing.room_bytes
-    progress = KvProgress("encoding", name, 0, total, *plan, passages[missing.node_ids[0]])
+    sizes = missing.tokens, missing.nbytes, missing.room_bytes
+    progress = KvProgress("encoding", name, 0, total, *sizes, passages[missing.node_ids[0]])
     show(progress)
     begun = time.monotonic()
     try:
@@ -136,7 +136,8 @@ def _encode(
 
 def _message(stopped: StopReason, with_kv: int, count: int) -> str:
     if stopped == "budget":
-        return f"budget reached: {with_kv:,} of {count:,} passages have KV; the rest is encoded when asked"
+        counts = f"{with_kv:,} of {count:,} passages have KV"
+        return f"budget reached: {counts}; the others are encoded when a question uses them"
     if stopped == "left":
         return f"Stopped: {with_kv:,} of {count:,} passages have KV; {CONTINUED_BY}"
     return ""

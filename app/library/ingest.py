@@ -55,9 +55,9 @@ CHANGED_WHILE_READ = (
 class IngestReport:
     """The result of one run. failed: path -> (name of the error, reason); gone: documents whose file no longer exists.
 
-    skipped: path -> reason, as in `Discovery`, and files that vanished before their turn; notes: path -> what was
-    guessed, replaced or left out when the file was read in this run; pruned: documents that were removed because their
-    file is gone; kv: the result of encoding, None if that was not requested.
+    skipped: path -> reason, as in `Discovery`, and files that were deleted before they could be read; notes: path ->
+    what was guessed, replaced or left out when the file was read in this run; pruned: documents that were removed
+    because their file is gone; kv: the result of encoding, None if that was not requested.
     """
 
     added: list[str] = field(default_factory=list)
@@ -227,7 +227,7 @@ class _IngestRun:
     def ingest_one(self, path: Path, files_waiting: int = 0) -> None:
         """Ingest a file if it is new or has changed. A failure is stored with the document, and raised.
 
-        A file that has vanished is only listed as skipped.
+        A file that no longer exists is only listed as skipped.
         """
         name = printable(path)
         known = self._library.document(self._collection, name) or self._undo_deletion(name)
@@ -235,7 +235,7 @@ class _IngestRun:
             kind = self._ingest_if_changed(path, known, files_waiting)
         except DocumentError as error:
             if is_gone(path) and not path.is_symlink():
-                self.report.skipped[name] = "it vanished before its turn"
+                self.report.skipped[name] = "it was deleted before it could be read"
                 return
             kept = " Its earlier version is kept and still used." if known and known.passages else ""
             reason = printable(f"{error}{kept}")

@@ -32,7 +32,7 @@ from ragblend.kvstore.nodes import HIDDEN, IS_HIDDEN
 
 Embeddings = NDArray[np.float32]
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
-COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
+SELECT_DOCUMENTS = f"SELECT documents.*, {PASSAGE_COUNT} FROM documents"
 IN_COLLECTION = (
     "node_id IN (SELECT node_id FROM chunks JOIN documents ON documents.id = document_id "
     "WHERE collection = ?)"
@@ -156,7 +156,7 @@ class Library(Database):
     # --- documents -------------------------------------------------------------------------------
 
     def documents(self, collection: str) -> list[Document]:
-        rows = self.rows(f"SELECT {COLUMNS} WHERE collection = ? ORDER BY path", collection)
+        rows = self.rows(f"{SELECT_DOCUMENTS} WHERE collection = ? ORDER BY path", collection)
         return [_document(row) for row in rows]
 
     def document(self, collection: str, path: str) -> Document | None:
@@ -199,7 +199,7 @@ class Library(Database):
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; unknown ids and hidden documents are left out."""
-        rows = self.among(f"SELECT {COLUMNS} WHERE NOT {IS_HIDDEN} AND id IN", ids)
+        rows = self.among(f"{SELECT_DOCUMENTS} WHERE NOT {IS_HIDDEN} AND id IN", ids)
         return {row["id"]: _document(row) for row in rows}
 
     def paths_below(self, collection: str, folder: str) -> list[str]:
@@ -270,7 +270,7 @@ class Library(Database):
         The bytes of its words in the index are deleted by the next `erase`.
         """
         with self.transaction() as connection:
-            _note_unerased(connection, document)
+            _mark_unerased(connection, document)
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
         self.erase_log()
 
@@ -294,7 +294,7 @@ class Library(Database):
     def hidden(self, collection: str | None = None) -> list[Document]:
         """The hidden documents of a collection, or of all, each with its collection's own name."""
         where, values = (IS_HIDDEN, ()) if collection is None else ("collection = ?", (HIDDEN + collection,))
-        found = map(_document, self.rows(f"SELECT {COLUMNS} WHERE {where} ORDER BY path", *values))
+        found = map(_document, self.rows(f"{SELECT_DOCUMENTS} WHERE {where} ORDER BY path", *values))
         return [replace(each, collection=each.collection.removeprefix(HIDDEN)) for each in found]
 
     def hidden_nodes(self) -> set[str]:
@@ -426,7 +426,7 @@ class Library(Database):
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
             if gone:
                 connection.execute("DELETE FROM digest_notes WHERE document_id = ?", (document,))
-                _note_unerased(connection, document)
+                _mark_unerased(connection, document)
             _update_facts(connection, document, facts)
             query = "UPDATE documents SET recipe = ?, notes = ? WHERE id = ?"
             connection.execute(query, (recipe, "\n".join(notes), document))
@@ -529,7 +529,7 @@ class Library(Database):
     def incomplete_documents(self) -> list[Document]:
         """Documents that lost passages to damage and were not ingested again."""
         where = f"state = 'failed' AND reason = ? AND NOT {IS_HIDDEN}"
-        rows = self.rows(f"SELECT {COLUMNS} WHERE {where} ORDER BY path", LOST)
+        rows = self.rows(f"{SELECT_DOCUMENTS} WHERE {where} ORDER BY path", LOST)
         return [_document(row) for row in rows]
 
     def unerased(self) -> list[str]:
@@ -557,7 +557,7 @@ class Library(Database):
         return self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
 
 
-def _note_unerased(connection: sqlite3.Connection, document: str) -> None:
+def _mark_unerased(connection: sqlite3.Connection, document: str) -> None:
     query = f"INSERT OR IGNORE INTO unerased SELECT replace(collection, '{HIDDEN}', '') FROM documents WHERE id = ?"
     connection.execute(query, (document,))
 

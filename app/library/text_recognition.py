@@ -64,7 +64,7 @@ class TextRecognition:
             DownloadFile.run(DownloadFileInput(url, path, log, digest, verbose=False))
             if DownloadFile.check_file_sha256(path, digest):
                 return path
-            problem = "it came damaged"
+            problem = "the download is damaged"
         except Exception as error:  # requests' errors and RapidOCR's own
             problem = str(error)
         raise ModelNotFoundError(

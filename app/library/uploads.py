@@ -23,7 +23,7 @@ def store_upload(home: Home, collection: str, path: Path) -> Path:
     Not thread-safe. Raises UnreadableDocumentError, StoreFullError.
     """
     folder = home.originals / collection
-    wanted, doing = folder / safe_name(path.name), f"Keeping {path.name} in {folder}"
+    wanted, doing = folder / safe_name(path.name), f"Copying {path.name} to {folder}"
     try:
         for each in (home.originals, folder):
             each.mkdir(exist_ok=True, mode=FOLDER_MODE)

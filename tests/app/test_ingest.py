@@ -444,7 +444,7 @@ def test_a_file_that_vanishes_before_its_turn_is_no_failure(workspace, documents
     monkeypatch.setattr(readers, "read_document", vanishing)
     report = ingest_paths(workspace, [documents])
     assert not report.failed
-    assert report.skipped == dict.fromkeys((str(bread), str(sky)), "it vanished before its turn")
+    assert report.skipped == dict.fromkeys((str(bread), str(sky)), "it was deleted before it could be read")
     assert {each.name for each in workspace.library.documents("default")} == {"boats.txt"}
     boats = documents / "boats.txt"
     boats.write_text("Other boats lie here.")
