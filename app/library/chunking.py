@@ -45,23 +45,25 @@ def cut_document(
     with _no_nltk_deadline():
         texts = [splitter.with_repeated_headers(part) for part in parts]
         text = SEPARATOR.join(texts)
-        starts = [0, *accumulate(len(each) + len(SEPARATOR) for each in texts)][: len(parts)]
-        pieces, places = list[str](), list[str]()
-        for first, last in blocks(text):
-            found = splitter.split(text[first:last], chunk_tokens)
-            for start, end in locate(text[first:last], found):
-                here = slice(bisect_right(starts, first + start) - 1, bisect_right(starts, first + end))
-                places.append(_span(part.location for part in parts[here]))
-            pieces += found
+        part_starts = [0, *accumulate(len(each) + len(SEPARATOR) for each in texts)][: len(parts)]
+        pieces, locations = list[str](), list[str]()
+        for block_start, block_stop in blocks(text):
+            block = text[block_start:block_stop]
+            block_pieces = splitter.split(block, chunk_tokens)
+            for start, end in locate(block, block_pieces):
+                first = bisect_right(part_starts, block_start + start) - 1
+                stop = bisect_right(part_starts, block_start + end)
+                locations.append(_span(part.location for part in parts[first:stop]))
+            pieces += block_pieces
             if len(pieces) > MAX_PASSAGES:
                 raise OversizedDocumentError(
                     f"Cutting a document of {len(text):,} characters: it has more than {MAX_PASSAGES:,} passages of "
                     f"{chunk_tokens} tokens, the limit. Split it into parts, or cut longer passages."
                 )
-    named = [place or f"part {n} of {len(pieces)}" for n, place in enumerate(places, start=1)]
+    named = [location or f"part {n} of {len(pieces)}" for n, location in enumerate(locations, start=1)]
     return [
-        DocumentPassage(node_id(document, index, piece), document, index, piece, place)
-        for index, (piece, place) in enumerate(zip(pieces, named, strict=True))
+        DocumentPassage(node_id(document, index, piece), document, index, piece, location)
+        for index, (piece, location) in enumerate(zip(pieces, named, strict=True))
     ]
 
 

@@ -108,6 +108,7 @@ def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_regular(path: Path) -> int:
+    """The size of a regular file that can be read and is not empty. Raises DocumentError for any other path."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -164,6 +165,7 @@ def _mislabelled_message(path: Path, promised: str, found: str) -> str:
 
 
 def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    """Check an archive's directory of its members. Raises DocumentError."""
     if any(member.flag_bits & 1 for member in members):
         raise EncryptedDocumentError(f"Reading {path}: it is encrypted. Save it without a password.")
     packed, unpacked = path.stat().st_size, sum(member.file_size for member in members)

@@ -102,7 +102,7 @@ def repair(
 ) -> RepairReport:
     """Rebuild the index, remove damaged KV, encode passages without KV. The caller holds the writer lock.
 
-    is_cancelled: as in `encode_missing`; collection: as in `check`.
+    note: shows what is being done; is_cancelled: as in `encode_missing`; collection: as in `check`.
     """
     library = workspace.library
     spaces = {each.settings.collection: each for each in _workspaces(workspace, collection)}

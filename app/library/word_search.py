@@ -118,7 +118,9 @@ def _scores(
     # Other codes have these parts too, so they do not count.
     of_codes = {word for part in exact_parts(question) for word in split_words(part)}
     ignored = COMMON_WORDS | QUESTION_WORDS | stop_words_in(question)
-    indexed = zip(split_words(question), *(indexed_words(each, question) for each in collections), strict=True)
+    indexed = zip(
+        split_words(question), *(indexed_words(each, question) for each in collections), strict=True
+    )
     for plain, *words in list(dict.fromkeys(indexed))[:MOST_WORDS]:  # a word, as each collection indexes it
         if plain in ignored:
             continue
