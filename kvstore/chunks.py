@@ -53,7 +53,7 @@ class ChunkKV:
     token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length); keys, values: L
     contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the knowledge tree
     directly after which it was computed; None: it was encoded alone after its prefix. unrotated_keys(layer): the keys
-    rotated back to position 0 each, float32, which `int4` packs; None: such a codec is not used.
+    rotated back to position 0 each, float32, which `int4` packs; None: such a codec's KV is stored raw instead.
     """
 
     token_ids: tuple[int, ...]

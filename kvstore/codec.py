@@ -1,7 +1,7 @@
 """Encodes one layer's KV as bytes: raw, or in fewer bits; and `Source`, the interface of stored values.
 
-A codec is a table row. It packs a layer into one run of bytes, which can be unpacked on any device, so that fewer bytes
-are sent to an accelerator too.
+A codec packs a layer into one run of bytes, which can be unpacked on any device, so that fewer bytes are sent to an
+accelerator too.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from ragblend.kvstore.files import Closing
 
 @dataclass(frozen=True)
 class Codec:
-    """One row of the table. number: identifies the codec in file headers, and must never change its meaning.
+    """An entry of CODECS. number: identifies the codec in file headers, and must never change its meaning.
 
     layer_nbytes(geometry, tokens): size of a packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
     tensors, whose bytes in order are the layer; None for numbers that it cannot represent. unpack(packed, geometry,
-    keys, values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on. unrotated: it packs
-    `ChunkKV.unrotated_keys`.
+    keys, values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on. unrotated: whether it
+    packs `ChunkKV.unrotated_keys` instead of the rotated ones.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Codec:
     unrotated: bool = False
 
     def token_nbytes(self, geometry: Geometry) -> float:
-        """Bytes of one token in all layers, in a passage of 512: what tokens share is shared by that many."""
+        """Mean bytes per token, in all layers of a passage of 512 tokens, which share scales and padding."""
         return geometry.layers * self.layer_nbytes(geometry, 512) / 512
 
 
@@ -57,17 +57,17 @@ class Source(Closing):
 
     @property
     def comes_from(self) -> str:
-        """The tier whose speed reading has; for a file `page cache`, if the kernel holds its pages."""
+        """The tier whose measured speed applies to reading; `page cache` for a file that the kernel holds in memory."""
         return self.tier
 
     @property
     def unrotated(self) -> bool:
-        """Whether `read_layer` gives keys of position 0 each, not of their own."""
+        """Whether `read_layer` gives keys that are rotated to position 0 instead of their own positions."""
         return self.codec.unrotated
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is what was computed, to the bit."""
+        """Whether the KV has the same bits as when it was computed."""
         return self.codec is RAW
 
     @property
@@ -80,7 +80,7 @@ class Source(Closing):
         raise NotImplementedError
 
     def read_packed(self, layer: int, packed: Tensor) -> None:
-        """Fill packed (layer bytes,) uint8, as the codec made it. Raises CorruptBlobError."""
+        """Fill packed (layer bytes,) uint8 with the layer as the codec packed it. Raises CorruptBlobError."""
         raise NotImplementedError
 
     def read_packed_layers(self, first: int, packed: Sequence[Tensor]) -> None:
@@ -103,18 +103,18 @@ class Part(Source):
         self.token_ids = source.token_ids[skipped : skipped + tokens]
         self.start = source.start + skipped
         self.geometry, self.tier, self.in_memory = source.geometry, source.tier, source.in_memory
-        self.codec = RAW  # as raw KV, because a part of a packed layer is not contiguous
+        self.codec = RAW  # it is read unpacked, because a part of a packed layer is not contiguous
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        tokens, at = len(self._source.token_ids), slice(self._skipped, self._skipped + len(self.token_ids))
-        if at == slice(0, tokens):
+        tokens, part = len(self._source.token_ids), slice(self._skipped, self._skipped + len(self.token_ids))
+        if part == slice(0, tokens):
             return self._source.read_layer(layer, keys, values)
         all_keys, all_values = (
-            of.new_empty((of.shape[0], tokens, of.shape[2])) for of in (keys, values)
+            out.new_empty((out.shape[0], tokens, out.shape[2])) for out in (keys, values)
         )  # (H, T, D)
         self._source.read_layer(layer, all_keys, all_values)
-        keys.copy_(all_keys[:, at])
-        values.copy_(all_values[:, at])
+        keys.copy_(all_keys[:, part])
+        values.copy_(all_values[:, part])
         return None
 
     def expect(self, layer: int) -> None:

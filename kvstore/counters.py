@@ -45,7 +45,7 @@ class Counters:
         with self._lock:
             self.counts, self.unsaved = self.counts + Counts(**more), self.unsaved + Counts(**more)
 
-    def saved(self, counts: Counts) -> None:
+    def mark_saved(self, counts: Counts) -> None:
         """Record that these counts were added to the saved totals."""
         with self._lock:
             self.unsaved = self.unsaved + Counts(*(-count for count in astuple(counts)))

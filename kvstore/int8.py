@@ -1,15 +1,15 @@
-"""Eight bits a number: keys with a scale a channel, whose outliers are in few channels, values with a scale a token.
+"""Eight bits per number: keys have a scale per channel, because few channels have their outliers; values one per token.
 
-KIVI (ICML'24, arXiv 2402.02750), section 3, there with two bits and groups.
+After KIVI (ICML'24, arXiv 2402.02750), section 3, which uses two bits, and groups.
 """
 
 import torch
 from torch import Tensor
 
 from ragblend.kvstore.chunks import Geometry
-from ragblend.kvstore.quantize import Parts, joined, parts_nbytes, quantized, restore, split
+from ragblend.kvstore.quantize import Parts, dequantize, join_parts, parts_nbytes, quantize, split_parts
 
-LEVELS = 255
+MAX_CODE = 255
 
 
 def layer_nbytes(geometry: Geometry, tokens: int) -> int:
@@ -18,7 +18,7 @@ def layer_nbytes(geometry: Geometry, tokens: int) -> int:
 
 
 def _parts(geometry: Geometry, tokens: int) -> Parts:
-    """Keys' least and step, values' least and step, keys' and values' codes."""
+    """Minimum and step of keys, minimum and step of values, codes of keys and of values."""
     heads, key_size, value_size = geometry.kv_heads, geometry.key_size, geometry.value_size
     by_channel, by_token = (torch.float16, (heads, 1, key_size)), (torch.float16, (heads, tokens, 1))
     codes = [(torch.uint8, (heads, tokens, size)) for size in (key_size, value_size)]
@@ -27,15 +27,15 @@ def _parts(geometry: Geometry, tokens: int) -> Parts:
 
 def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, ...] | None:
     """One layer's parts; None for numbers beyond float16."""
-    *key_scales, key_codes = quantized(keys.detach().cpu().float(), 1, LEVELS)
-    *value_scales, value_codes = quantized(values.detach().cpu().float(), 2, LEVELS)
-    return joined([*key_scales, *value_scales], [key_codes, value_codes])
+    *key_scales, key_codes = quantize(keys.detach().cpu().float(), 1, MAX_CODE)
+    *value_scales, value_codes = quantize(values.detach().cpu().float(), 2, MAX_CODE)
+    return join_parts([*key_scales, *value_scales], [key_codes, value_codes])
 
 
 def unpack(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor) -> None:
     """Fill keys and values (H, T, D), on packed's device."""
-    key_least, key_step, value_least, value_step, key_codes, value_codes = split(
+    key_minimum, key_step, value_minimum, value_step, key_codes, value_codes = split_parts(
         packed, _parts(geometry, keys.shape[1])
     )
-    restore(keys, key_codes, key_least, key_step)
-    restore(values, value_codes, value_least, value_step)
+    dequantize(keys, key_codes, key_minimum, key_step)
+    dequantize(values, value_codes, value_minimum, value_step)

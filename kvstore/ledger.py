@@ -367,7 +367,7 @@ class Ledger:
                 with self._lock:
                     state.serial, state.totals = serial, totals
                     for tier, counts in counted.items():
-                        self._counters[tier].saved(counts)
+                        self._counters[tier].mark_saved(counts)
                     self._uses_since = {k: v for k, v in self._uses_since.items() if done.get(k) is not v}
                     self._computed.clear()
                     self._deleted.clear()
