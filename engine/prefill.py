@@ -27,7 +27,7 @@ from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.engine.selection import ATTENTION_FREE, METHODS, Policy
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.codec import Part, Source
-from ragblend.kvstore.errors import without_frames
+from ragblend.kvstore.errors import without_traceback
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import held_nbytes
 from ragblend.kvstore.remote import Remote, RemoteReader, Wanted
@@ -62,7 +62,7 @@ def prefill(
                     logits, spent = fusion.prefill()
                 break
             except LostChunk as lost:  # treat it as missing and start again
-                log.warning("%s; it is computed in place", without_frames(lost))
+                log.warning("%s; it is computed in place", without_traceback(lost))
                 fusion = None  # frees its cache before the next one is allocated
                 others = [span for span in plan.spans if span.stored is not None and span.stored.is_lost]
                 plan = plan.without([lost.span, *others])  # each would start the request again

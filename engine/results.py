@@ -14,7 +14,7 @@ from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.scheduling.background import end_at_exit
 from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.kvstore.blob import Blob
-from ragblend.kvstore.errors import Cancelled, without_frames
+from ragblend.kvstore.errors import Cancelled, without_traceback
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.tree import Node
@@ -174,4 +174,4 @@ def _produce(
     try:
         pieces.put(answer(pieces.put, cancel))
     except BaseException as error:
-        pieces.put(without_frames(error))
+        pieces.put(without_traceback(error))

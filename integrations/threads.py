@@ -13,7 +13,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import TypeVar
 
-from ragblend.kvstore.errors import without_frames
+from ragblend.kvstore.errors import without_traceback
 
 Item = TypeVar("Item")
 Returned = TypeVar("Returned")
@@ -29,7 +29,7 @@ async def in_thread(work: Callable[[], Returned]) -> Returned:
         try:
             future.set_result(work())
         except BaseException as error:
-            future.set_exception(without_frames(error))
+            future.set_exception(without_traceback(error))
 
     _start(run)
     return await asyncio.wrap_future(future)
@@ -54,7 +54,7 @@ async def iterate_in_thread(
         try:
             result: Returned | BaseException = work(put)
         except BaseException as error:
-            result = without_frames(error)
+            result = without_traceback(error)
         with suppress(RuntimeError):  # the loop was closed, so nothing waits
             put(result, is_last=True)
 

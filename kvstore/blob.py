@@ -102,32 +102,32 @@ def file_nbytes(geometry: Geometry, tokens: int, codec: Codec) -> int:
 def read_header(pread: Callable[[int, int], bytes], file_nbytes: int) -> BlobHeader:
     """Read a header through `pread(nbytes, offset)`; BlobDamage unless checksum, shape and lengths all agree."""
     lead = pread(_LEAD.size, 0)
-    _demand(
+    _require(
         len(lead) == _LEAD.size, f"the file ends after {len(lead)} bytes, inside its header", "bad-length"
     )
-    magic, version, _, header_nbytes, promised = _LEAD.unpack(lead)
-    ours = magic == MAGIC and version == FORMAT_VERSION
-    _demand(ours, f"not a KV file of format {FORMAT_VERSION}: it begins with {lead[:12].hex()}")
-    told = f"the file has {file_nbytes} bytes, its header promises {promised}"
-    _demand(promised == file_nbytes, told, "bad-length")
-    possible = _FIXED.size + _CRC.size <= header_nbytes <= min(file_nbytes, _MAX_HEADER_BYTES)
-    _demand(possible, f"a header of {header_nbytes} bytes cannot be")
+    magic, version, _, header_nbytes, stated_nbytes = _LEAD.unpack(lead)
+    is_our_format = magic == MAGIC and version == FORMAT_VERSION
+    _require(is_our_format, f"not a KV file of format {FORMAT_VERSION}: it begins with {lead[:12].hex()}")
+    lengths = f"the file has {file_nbytes} bytes, its header says {stated_nbytes}"
+    _require(stated_nbytes == file_nbytes, lengths, "bad-length")
+    is_possible = _FIXED.size + _CRC.size <= header_nbytes <= min(file_nbytes, _MAX_HEADER_BYTES)
+    _require(is_possible, f"a header of {header_nbytes} bytes is impossible")
 
     raw = pread(header_nbytes, 0)
-    sound = len(raw) == header_nbytes and _CRC.unpack(raw[-_CRC.size :]) == (crc32(raw[: -_CRC.size]),)
-    _demand(sound, "the header does not match its checksum")
+    is_sound = len(raw) == header_nbytes and _CRC.unpack(raw[-_CRC.size :]) == (crc32(raw[: -_CRC.size]),)
+    _require(is_sound, "the header does not match its checksum")
     fields = _FIXED.unpack_from(raw)
     digest, start, tokens, layers, heads, key_size, value_size, dtype = fields[5:]
     has_parent = bool(fields[2] & _HAS_PARENT)
     codec, name = codec_numbered(fields[2] & ~_HAS_PARENT), dtype.rstrip(b"\0").decode("ascii", "replace")
     if codec is None:
-        raise BlobDamage("bad-header", f"its codec {fields[2]} is none that this version knows")
-    shaped = name in DTYPES and layers and heads and key_size and value_size and tokens
-    _demand(shaped, f"the header describes an impossible shape: {fields[7:]}")
+        raise BlobDamage("bad-header", f"this version does not know its codec, {fields[2]}")
+    has_shape = name in DTYPES and layers and heads and key_size and value_size and tokens
+    _require(has_shape, f"the header describes an impossible shape: {fields[7:]}")
     crcs_end = _FIXED.size + 4 * layers
     tokens_end = crcs_end + 4 * tokens
     parent = raw[tokens_end : tokens_end + _PARENT_BYTES * has_parent]
-    _demand(tokens_end + len(parent) + _CRC.size <= len(raw), "the header is shorter than its tables")
+    _require(tokens_end + len(parent) + _CRC.size <= len(raw), "the header is shorter than its tables")
     header = BlobHeader(
         ChunkKey(digest.hex()),
         unpack_tokens(raw[crcs_end:tokens_end]),
@@ -137,13 +137,13 @@ def read_header(pread: Callable[[int, int], bytes], file_nbytes: int) -> BlobHea
         codec,
         ChunkKey(parent.hex()) if has_parent else None,
     )
-    agree = (header.nbytes, header.file_nbytes) == (header_nbytes, file_nbytes)
-    _demand(agree, f"lengths disagree: {header_nbytes} + payload is not {file_nbytes} bytes")
+    do_agree = (header.nbytes, header.file_nbytes) == (header_nbytes, file_nbytes)
+    _require(do_agree, f"lengths disagree: {header_nbytes} + payload is not {file_nbytes} bytes")
     return header
 
 
-def _demand(sound: object, message: str, kind: str = "bad-header") -> None:
-    if not sound:
+def _require(condition: object, message: str, kind: str = "bad-header") -> None:
+    if not condition:
         raise BlobDamage(kind, message)
 
 
@@ -155,7 +155,7 @@ def tensor_bytes(tensor: Tensor) -> Any:
 
 
 def _bytes_by_head(tensor: Tensor) -> Any:
-    """The same of (H, T, D), strided over H: (H, T, bytes), of which each head is contiguous."""
+    """A CPU tensor's memory as uint8: (H, T, D), perhaps strided over H, to (H, T, bytes). Each head is contiguous."""
     assert tensor.stride()[1:] == (tensor.shape[2], 1), (tensor.shape, tensor.stride())
     assert tensor.device.type == "cpu", tensor.device
     return tensor.detach().view(torch.uint8).numpy()
@@ -207,8 +207,8 @@ def _crc(buffers: Iterable[Any]) -> int:
     return reduce(lambda crc, buffer: crc32(buffer, crc), buffers, 0)
 
 
-Damaged = Callable[[str], None]
-PAGE_CACHE = "page cache"  # where a file is read from that the kernel holds in memory
+OnDamage = Callable[[str], None]  # called once, with a description
+PAGE_CACHE = "page cache"  # the source of reads of a file that the kernel holds in memory
 
 
 class ChunkReader(Source):
@@ -216,10 +216,10 @@ class ChunkReader(Source):
 
     tier, in_memory, reads_runs = "disk", False, True
 
-    def __init__(self, fd: int, header: BlobHeader, path: Path, damaged: Damaged) -> None:
+    def __init__(self, fd: int, header: BlobHeader, path: Path, on_damage: OnDamage) -> None:
         self.header, self.token_ids, self.start = header, header.token_ids, header.start
         self.geometry, self.codec = header.geometry, header.codec
-        self._fd, self._path, self._damaged = fd, path, damaged
+        self._fd, self._path, self._on_damage = fd, path, on_damage
         self._state = threading.Condition()
         self._reading, self._closed, self._reported = 0, False, False
 
@@ -244,7 +244,7 @@ class ChunkReader(Source):
         self.read_packed_layers(layer, [packed])
 
     def read_packed_layers(self, first: int, packed: Sequence[Tensor]) -> None:
-        """By one call, in which other threads run."""
+        """In one system call, during which other threads run."""
         assert all(each.numel() == self.header.layer_nbytes for each in packed), packed[0].shape
         self._read(first, *([tensor_bytes(each)] for each in packed))
 
@@ -268,11 +268,11 @@ class ChunkReader(Source):
 
     @property
     def comes_from(self) -> str:
-        """By three places of the file."""
+        """Checked at three offsets in the file."""
         header = self.header
-        places = (header.layer_offset(0), header.file_nbytes // 2, header.file_nbytes - 1)
+        offsets = (header.layer_offset(0), header.file_nbytes // 2, header.file_nbytes - 1)
         with self._open_fd() as fd:
-            return PAGE_CACHE if all(system.is_cached(fd, place) for place in places) else self.tier
+            return PAGE_CACHE if all(system.is_cached(fd, offset) for offset in offsets) else self.tier
 
     def drop_page_cache(self) -> None:
         with self._open_fd() as fd:
@@ -307,12 +307,14 @@ class ChunkReader(Source):
                 self._state.notify_all()
 
     def _damage(self, what: str) -> CorruptBlobError:
+        """The error for damage, which is reported once."""
         with self._state:
-            first, self._reported = not self._reported, True
-        if first:
-            self._damaged(what)
+            is_first, self._reported = not self._reported, True
+        if is_first:
+            self._on_damage(what)
         return BlobDamage(
-            "bad-layer", f"reading KV from {self._path}: {what}. It is out of use; encode the chunk again."
+            "bad-layer",
+            f"reading KV from {self._path}: {what}. It is not used any more; encode the chunk again.",
         )
 
 
@@ -320,15 +322,16 @@ def open_verified(
     path: Path,
     key: ChunkKey,
     token_ids: Sequence[int] | None,
-    damaged: Damaged,
+    on_damage: OnDamage,
     geometry: Geometry | None = None,
     start: int | None = None,
     parent: ChunkKey | None = None,
 ) -> ChunkReader:
     """Open a value file; CorruptBlobError unless length, header, key, token ids, geometry, start and parent match.
 
-    An argument of None is not compared (check() has only the key). But if token ids are given, parent None must match
-    too: KV computed after a node is never used as KV that was encoded alone. OSError passes through.
+    An argument of None is not compared (check() knows only the key). But if token ids are given, parent None is: KV
+    computed after a node is never used as KV that was encoded alone. on_damage: called once if a layer turns out to be
+    damaged later. OSError passes through.
     """
     fd = open_file(path)
     try:
@@ -337,7 +340,7 @@ def open_verified(
     except BaseException:
         os.close(fd)
         raise
-    return ChunkReader(fd, header, path, damaged)
+    return ChunkReader(fd, header, path, on_damage)
 
 
 def check_header(
@@ -349,11 +352,11 @@ def check_header(
     parent: ChunkKey | None,
 ) -> None:
     """Compare a header with the arguments of `open_verified`. Raises CorruptBlobError."""
-    _demand(header.key == key, f"the file under key {key} holds key {header.key}", "wrong-key")
-    same_tokens = token_ids is None or header.token_ids == tuple(token_ids)
-    _demand(same_tokens, "the file holds the KV of other token ids", "wrong-key")
+    _require(header.key == key, f"the file under key {key} holds key {header.key}", "wrong-key")
+    has_same_tokens = token_ids is None or header.token_ids == tuple(token_ids)
+    _require(has_same_tokens, "the file holds the KV of other token ids", "wrong-key")
     found = f"the file holds KV of {header.geometry} from position {header.start}"
     fits = geometry in (None, header.geometry) and start in (None, header.start)
-    _demand(fits, f"{found}, not {geometry} from {start}", "wrong-key")
-    placed = token_ids is None or header.parent == parent
-    _demand(placed, f"the file holds KV from behind {header.parent}, not {parent}", "wrong-key")
+    _require(fits, f"{found}, not {geometry} from {start}", "wrong-key")
+    has_same_parent = token_ids is None or header.parent == parent
+    _require(has_same_parent, f"the file holds KV computed after {header.parent}, not {parent}", "wrong-key")

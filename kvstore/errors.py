@@ -16,7 +16,8 @@ RagBlendError
 │   ├── TokenizerMissingError a model folder without a tokenizer
 │   ├── CorruptModelError     a damaged GGUF or safetensors file
 │   ├── ModelServerError      the model's server does not answer, refuses, or stopped within an answer
-│   └── UnsupportedModelError the model cannot be fused (it is still served by full prefill), or gives no single score
+│   └── UnsupportedModelError the model cannot be fused (full prefill serves it), or a reranker has several scores
+├── DeviceError               the GPU is missing, has no free memory, or failed
 ├── PromptError               a prompt that cannot be run
 │   ├── PromptTooLongError    longer than the model's window
 │   └── UnknownChunkError     a node id that was never encoded here
@@ -25,7 +26,7 @@ RagBlendError
 │   ├── UnreadableDocumentError  permissions, damage, or content that does not match its suffix
 │   ├── EncryptedDocumentError   a password is needed
 │   ├── EmptyDocumentError       no text in it (an empty file, a scanned PDF)
-│   ├── OversizedDocumentError   too large, or an archive that unpacks to too much
+│   └── OversizedDocumentError   too large, or an archive that unpacks to too much
 └── LibraryError              an operation of the registry of documents failed
 """
 
@@ -54,7 +55,7 @@ def install_hint(extra: str = "") -> str:
         source = json.loads(distribution("ragblend").read_text("direct_url.json") or "{}").get("url", "")
     except (PackageNotFoundError, ValueError):
         source = ""
-    # Without a local file or folder it names the checkout that the user is in.
+    # Not installed from a local file or folder: assume that the user's working directory is the checkout.
     place = url2pathname(urlsplit(source).path) if source.startswith("file:") else "."
     return f"pip install {shlex.quote(place + (f'[{extra}]' if extra else ''))}"
 
@@ -62,16 +63,20 @@ def install_hint(extra: str = "") -> str:
 class RagBlendError(Exception): ...
 
 
-def without_frames(error: Error) -> Error:
-    """The error, prepared for another thread. One of ours drops its traceback, whose frames would keep a request's
-    context alive, in a reference cycle even until the next garbage collection; its message is enough.
+def without_traceback(error: Error) -> Error:
+    """Prepare an error for another thread, and return it.
+
+    If it or one of its causes is one of ours, their tracebacks are removed: the message is enough, and the frames would
+    keep a request's data alive, in a reference cycle even until the next garbage collection.
     """
     chain: list[BaseException] = [error]
-    for each in chain:
-        chain += [one for one in (each.__cause__, each.__context__) if one is not None and one not in chain]
-    if any(isinstance(each, RagBlendError) for each in chain):
-        for each in chain:
-            each.__traceback__ = None
+    for link in chain:
+        chain += [
+            cause for cause in (link.__cause__, link.__context__) if cause is not None and cause not in chain
+        ]
+    if any(isinstance(link, RagBlendError) for link in chain):
+        for link in chain:
+            link.__traceback__ = None
     return error
 
 

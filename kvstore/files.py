@@ -1,6 +1,6 @@
 """Private files and folders, written atomically.
 
-KV can be inverted to text, so modes are set by chmod and do not depend on the umask.
+KV can be turned back into text, so modes are set by chmod and do not depend on the umask.
 """
 
 import errno
@@ -27,7 +27,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Closing:
-    """Base of context managers that close themselves."""
+    """Base of context managers that call their `close` at the end."""
 
     def close(self) -> None:
         """Release the resources."""
@@ -89,8 +89,8 @@ _open_when_deleted: set[Path] = set()
 def discard(path: Path) -> None:
     """Delete whatever is at the path, a folder with its content; links are not followed.
 
-    A value that Windows refuses to delete because it is open, here or in another process, loses its first bytes, so
-    that no rebuilt index has it again. `finish_deleting` deletes it later, so no other file may get its name.
+    If Windows refuses to delete a value because it is open, here or in another process, its first bytes are erased, so
+    that a rebuilt index does not include it. `finish_deleting` deletes it later, so no other file may get its name.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -106,7 +106,7 @@ def discard(path: Path) -> None:
 
 
 def finish_deleting() -> None:
-    """Delete what was open when it should have been deleted; called when a reader has closed its file."""
+    """Delete the files that `discard` could not delete because they were open; called when a reader has closed one."""
     for path in tuple(_open_when_deleted):
         _open_when_deleted.discard(path)
         with suppress(OSError):  # it stays as an orphan, which the next open deletes
@@ -151,7 +151,7 @@ def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None
         _write_new(temporary, pieces, nbytes)
         system.replace(temporary, path)
         sync_folder(path.parent)
-    except FileExistsError:
+    except FileExistsError:  # the temporary file is another process's
         raise
     except BaseException:
         path.unlink(missing_ok=True)
@@ -184,27 +184,27 @@ def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
         os.close(fd)
 
 
-def write_failed(error: OSError, path: Path, nbytes: int) -> StoreError:
+def write_error(error: OSError, path: Path, nbytes: int) -> StoreError:
     """The named error for an OSError from writing `path`."""
-    doing = f"storing {nbytes:,} bytes at {path} failed: {error.strerror or error}."
+    what = f"storing {nbytes:,} bytes at {path} failed: {error.strerror or error}."
     if error.errno not in {*NO_ROOM, errno.EIO}:
         return StoreError(
-            f"{doing} Check that the folder exists and can be written to. The rest is untouched."
+            f"{what} Check that the folder exists and can be written to. What was stored before is untouched."
         )
     advice = "Free some disk space, or lower the store's budget and run `ragblend store gc`."
     if error.errno == errno.EIO:
         advice = (
             "The disk reports an input/output error: check it, or move the home (RAGBLEND_HOME) to another."
         )
-    return StoreFullError(f"{doing} {advice} What was stored before is untouched.")
+    return StoreFullError(f"{what} {advice} What was stored before is untouched.")
 
 
 log = logging.getLogger(__name__)
 _MOUNTS = Path("/proc/self/mountinfo")
-_LOCAL_NAMES = "nfs nfs4 cifs smb3 smbfs afs ncpfs ceph glusterfs lustre beegfs gpfs 9p"
-_FUSE_NAMES = "sshfs glusterfs ceph davfs s3fs rclone gcsfuse smbnetfs"
-_NETWORK = {*_LOCAL_NAMES.split(), *(f"fuse.{name}" for name in _FUSE_NAMES.split())}
-_ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in a mount point is \040
+_KERNEL_TYPES = "nfs nfs4 cifs smb3 smbfs afs ncpfs ceph glusterfs lustre beegfs gpfs 9p"
+_FUSE_TYPES = "sshfs glusterfs ceph davfs s3fs rclone gcsfuse smbnetfs"
+_NETWORK_TYPES = {*_KERNEL_TYPES.split(), *(f"fuse.{name}" for name in _FUSE_TYPES.split())}
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # a space in a mount point is \040
 
 
 def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
@@ -222,11 +222,11 @@ def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
         point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]) if len(fields) > 4 else ""
         if point in folders and len(point) >= longest:  # a later mount hides an earlier one on the same point
             longest, kind = len(point), after.split(" ")[0]
-    return kind if kind in _NETWORK else None
+    return kind if kind in _NETWORK_TYPES else None
 
 
 @cache
-def warn_of_network(root: Path) -> None:
+def warn_if_on_network(root: Path) -> None:
     """Log a warning, once per process, if `root` is on a network file system."""
     kind = network_file_system(root)
     if kind is not None:

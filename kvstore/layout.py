@@ -27,7 +27,7 @@ INDEX_NAME = "index/cache.db"  # diskcache's own name for the file
 LOCK_NAME = "write.lock"
 VALUES_FOLDER = "values"
 QUARANTINE_FOLDER = "quarantine"
-_QUARANTINE_FILES = 4  # limit, because a failing disk must not fill up
+_MAX_QUARANTINE_FILES = 4  # limited, so that damaged files of a failing disk do not fill it up
 _FILENAME = re.compile(r"values/([0-9a-f]{2})/(\1[0-9a-f]{62})-[0-9a-f]{16}\.(?:kv|tmp)")
 _FORMAT_NAME, _SHARED_NAME = "FORMAT", "SHARED"
 _FORMAT_LINE = f"ragblend kv {FORMAT_VERSION}\n".encode()
@@ -43,7 +43,7 @@ class ValueFile(NamedTuple):
     mode: int
 
     @property
-    def temporary(self) -> bool:
+    def is_temporary(self) -> bool:
         return self.filename.endswith(".tmp")
 
 
@@ -51,16 +51,16 @@ def check_format(root: Path) -> bool:
     """True if the store exists, False if the folder is empty or absent; else StoreFormatError."""
     line = _format_line(root)
     if line is None:
-        others = {path.name for path in root.iterdir()} - _BEFORE_FORMAT if root.is_dir() else set()
-        if not others:
+        foreign = {path.name for path in root.iterdir()} - _BEFORE_FORMAT if root.is_dir() else set()
+        if not foreign:
             return False
         # Read again: another process may have just created the store, whose first file is FORMAT.
-        line = _format_line(root) or f"no FORMAT file, but {sorted(others)[0]!r}".encode()
+        line = _format_line(root) or f"no FORMAT file, but {sorted(foreign)[0]!r}".encode()
     if line != _FORMAT_LINE:
         raise StoreFormatError(
             f"opening the KV store at {root}: expected {_FORMAT_LINE.decode().strip()!r}, "
             f"found {line.decode('utf-8', 'replace').strip()!r}. Another version made it, or it is no store. "
-            "If it is RAGBlend's, remove that folder and run `ragblend store repair`, which builds KV again."
+            "If it is RAGBlend's, remove that folder and run `ragblend store repair`, which rebuilds the KV."
         )
     return True
 
@@ -73,22 +73,23 @@ def _format_line(root: Path) -> bytes | None:
 
 
 def prepare(root: Path) -> None:
-    """Create the files that must exist before the index is opened, with private modes; SQLite's logs inherit
-    cache.db's.
+    """Create the files and folders that must exist before the index is opened, with private modes.
+
+    SQLite's logs inherit the mode of cache.db.
     """
     if not check_format(root):  # first, because a non-empty folder without FORMAT is not ours
         (root / "FORMAT.tmp").unlink(missing_ok=True)
         files.write_durably(root / _FORMAT_NAME, [memoryview(_FORMAT_LINE)], len(_FORMAT_LINE))
     files.make_private_folder(root / VALUES_FOLDER)
-    quarantine_of(root)
+    quarantine_folder(root)
     for path in root.glob(f"{INDEX_NAME}*"):
         with suppress(FileNotFoundError):  # the last process to close the index removes its logs
             if path.exists():
                 files.make_private_file(path)
 
 
-def note_shared_store(root: Path, url: str) -> None:
-    """Remember that values may be in that shared store, for processes that delete and were not told of it."""
+def record_shared_store(root: Path, url: str) -> None:
+    """Record that values may be in that shared store, for processes that delete values without that setting."""
     if shared_store_of(root) != url:
         files.replace_durably(root / _SHARED_NAME, url)
 
@@ -101,11 +102,11 @@ def shared_store_of(root: Path) -> str | None:
         return None
 
 
-def quarantine_of(root: Path) -> Path:
+def quarantine_folder(root: Path) -> Path:
     """The quarantine folder. A link in its place is replaced, because it may point to the user's files."""
     folder = root / QUARANTINE_FOLDER
     if folder.is_symlink():
-        log.warning("the quarantine of the KV store at %s was a link; a folder is in its place now", root)
+        log.warning("the quarantine of the KV store at %s was a link and was replaced by a folder", root)
         folder.unlink()
     files.make_private_folder(folder)
     return folder
@@ -122,7 +123,7 @@ def value_names(root: Path) -> Iterator[str]:
 
 
 def value_files(root: Path) -> Iterator[ValueFile]:
-    """Every file below values/, by name."""
+    """Every file below values/, sorted by name."""
     for folder in sorted(os.scandir(root / VALUES_FOLDER), key=lambda entry: entry.name):
         inside = list(os.scandir(folder)) if folder.is_dir(follow_symlinks=False) else [folder]
         for entry in sorted(inside, key=lambda entry: entry.name):
@@ -143,12 +144,12 @@ def write_value(root: Path, blob: Blob) -> ValueFile:
         files.make_private_folder(path.parent)
         files.write_durably(path, blob.pieces(), blob.nbytes)
     except OSError as error:
-        raise files.write_failed(error, path, blob.nbytes) from error
+        raise files.write_error(error, path, blob.nbytes) from error
     return ValueFile(filename, digest, blob.nbytes, 0o600)
 
 
 def remove_values(root: Path, filenames: Iterable[str]) -> None:
-    """Delete value files; one that cannot be deleted stays as an orphan for check() and gc()."""
+    """Delete value files; one that cannot be deleted stays as an orphan, which check() reports and gc() deletes."""
     for filename in filenames:
         with suppress(OSError):
             files.discard(root / filename)
@@ -161,7 +162,7 @@ def value_name(digest: str, suffix: bytes) -> str:
 
 def files_of(root: Path, digest: str) -> list[Path]:
     """Every file of one key, the quarantine included."""
-    return sorted([*_values_of(root, digest), *quarantine_of(root).glob(f"{digest}-*")])
+    return sorted([*_values_of(root, digest), *quarantine_folder(root).glob(f"{digest}-*")])
 
 
 def _values_of(root: Path, digest: str) -> Iterator[Path]:
@@ -169,15 +170,15 @@ def _values_of(root: Path, digest: str) -> Iterator[Path]:
 
 
 def move_to_quarantine(root: Path, digest: str) -> None:
-    """Move a key's files to the quarantine; one that cannot be moved is unlinked."""
-    folder = quarantine_of(root)
+    """Move a key's files to the quarantine, which keeps the newest few; a file that cannot be moved is deleted."""
+    folder = quarantine_folder(root)
     for path in list(_values_of(root, digest)):
         try:
             path.rename(folder / path.name)
         except OSError:
             files.discard(path)
     found = [(path.lstat().st_mtime_ns, path) for path in folder.iterdir()]
-    for _, path in sorted(found)[:-_QUARANTINE_FILES]:  # the newest few stay
+    for _, path in sorted(found)[:-_MAX_QUARANTINE_FILES]:
         files.discard(path)
 
 

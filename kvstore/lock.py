@@ -1,4 +1,4 @@
-"""Writer lock: one writer at a time over threads and processes, by a lock file that names its holder.
+"""Writer lock: one writer at a time among all threads and processes, by a lock file that names its holder.
 
 Readers never take it. While a process holds the store's lock, a temporary file, or a file without a row, must be left
 over from a crash: no other process can be in the middle of a put. Two writing processes silently corrupt Chroma's
@@ -29,7 +29,7 @@ _SHORTEST_BYTES, _HOLDER_BYTES = 256, 65_536
 
 @dataclass(frozen=True)
 class Hold:
-    """One holding of the lock. before: the mark of the last writer, None if it was killed; mark: the mark to leave."""
+    """One holding of the lock. before: the mark that the last writer left, None if it was killed; mark: this one's."""
 
     before: str | None
     mark: str
@@ -46,10 +46,11 @@ class WriterLock(Closing):
         self.path, self.timeout_s = path, timeout_s
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        self._holder = _text(holder | {"command": command or " ".join(sys.argv)})
+        self._holder = _encode(holder | {"command": command or " ".join(sys.argv)})
         self.before: dict[str, Any] = {}  # the file's content before the lock was taken
-        self._left = _text({})  # the holder's command may name a deleted document, or hold a question
-        self._threads = threading.RLock()
+        # Written at the release: the holder's command may name a deleted document, or hold a question.
+        self._content_after = _encode({})
+        self._thread_lock = threading.RLock()
         self._depth = 0
         self._fd = system.open_existing(path, writable=True)
         self._identity = identity(os.fstat(self._fd))
@@ -58,8 +59,8 @@ class WriterLock(Closing):
     def hold(self, timeout_s: float | None = None) -> Iterator[None]:
         """Hold the lock; wait at most `timeout_s` (default: the lock's own)."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        if not self._threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise StoreLockedError(self._message())
+        if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise StoreLockedError(self._locked_message())
         try:
             if self._fd < 0:
                 raise StoreError(f"{self.path} has been closed; open the store again")
@@ -68,40 +69,40 @@ class WriterLock(Closing):
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self.before = _parsed(system.read_at(self._fd, _HOLDER_BYTES, 0))
+                    self.before = _parse(system.read_at(self._fd, _HOLDER_BYTES, 0))
                     self._write(self._holder)
                 yield
             finally:
                 self._depth -= 1
                 if self._depth == 0:
                     try:
-                        self._write(self._left)
+                        self._write(self._content_after)
                     finally:
                         system.unlock(self._fd)
         finally:
-            self._threads.release()
+            self._thread_lock.release()
 
-    def leave(self, value: dict[str, Any]) -> None:
-        """Set the file's content after the lock is released. Errors of writing it are ignored, because deleting must
-        work on a full disk.
+    def set_content_after(self, value: dict[str, Any]) -> None:
+        """Set what the file contains after the release. An error of writing it is ignored, because deleting must work
+        on a full disk.
         """
-        self._left = _text(value)
+        self._content_after = _encode(value)
 
     def is_in_place(self) -> bool:
         """Whether the locked file is still the one that other processes would lock; the folder may have been moved."""
         return is_same_file(self.path, self._identity)
 
     def close(self) -> None:
-        with self._threads:
+        with self._thread_lock:
             if self._fd >= 0:
-                with suppress(OSError):  # nothing important was written, and the file is closed anyway
+                with suppress(OSError):  # the file is closed anyway, and its content is not important
                     os.close(self._fd)
                 self._fd = -1
 
     def _lock_file(self, deadline: float) -> None:
         while not system.try_to_lock(self._fd):
             if time.monotonic() >= deadline:
-                raise StoreLockedError(self._message())
+                raise StoreLockedError(self._locked_message())
             time.sleep(_POLL_S)
 
     def _write(self, text: bytes) -> None:
@@ -111,15 +112,15 @@ class WriterLock(Closing):
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)  # without a mark the next writer assumes a kill
 
-    def _message(self) -> str:
+    def _locked_message(self) -> str:
         holder = read_holder(self.path)
         who = "another process"
         if holder is not None:
             pid, host, command, since = (holder.get(name) for name in ("pid", "host", "command", "since"))
             who = f"process {pid} on {host} (`{command}`, since {since})"
         return (
-            f"Writing to {self.path.parent}: {who} is writing there, and one home takes one writer at a time. "
-            "Wait until it ends, stop it, or use another --home."
+            f"Writing to {self.path.parent}: {who} is writing there, and only one process may write to a home "
+            "at a time. Wait until it ends, stop it, or use another --home."
         )
 
 
@@ -129,7 +130,7 @@ def writer_lock(path: Path, command: str = "") -> Iterator[Hold]:
     with WriterLock(path, command=command) as lock, lock.hold():
         hold = Hold(lock.before.get("mark"), secrets.token_hex(8))
         # The file stays: unlinking it would let two processes hold locks on two files of one name.
-        lock.leave({"mark": hold.mark})
+        lock.set_content_after({"mark": hold.mark})
         yield hold
 
 
@@ -138,7 +139,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
     try:
         fd = open_file(path)
         try:
-            found = _parsed(os.read(fd, _HOLDER_BYTES))
+            found = _parse(os.read(fd, _HOLDER_BYTES))
         finally:
             os.close(fd)
     except OSError:
@@ -146,7 +147,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
     return found if "pid" in found else None
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError:
@@ -154,6 +155,6 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _text(value: dict[str, Any]) -> bytes:
-    # Padded, then truncated after the text: a file that was truncated to nothing would be flushed on closing.
+def _encode(value: dict[str, Any]) -> bytes:
+    # Padded, and written in place: a file that was truncated to nothing before writing would be flushed on closing.
     return json.dumps(value).encode().ljust(_SHORTEST_BYTES)

@@ -22,8 +22,8 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 class Place:
     """The place of a shared store.
 
-    timeout_s: the most that a prompt waits for it; retry_s: pause after a failure; ttl_s: lifetime of a value;
-    namespace: prefix of its names.
+    where: host and port, or the bucket; timeout_s: how long a prompt waits for it at most; retry_s: pause after a
+    failure; ttl_s: lifetime of a value; namespace: prefix of the names of values.
     """
 
     scheme: str
@@ -39,7 +39,7 @@ class Place:
         """Parse a URL. Raises UsageError, whose message repeats nothing that could be a password."""
         try:
             parts = urlsplit(url)
-            _ = parts.port
+            _ = parts.port  # raises ValueError for an invalid one
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         except ValueError:
             raise UsageError("the shared store's URL cannot be read") from None
@@ -57,11 +57,11 @@ class Place:
                 known = f"there are {', '.join(_OPTIONS)}{did_you_mean(name, _OPTIONS)}"
                 raise UsageError(f"the shared store's URL has no option {name!r:.40}; {known}")
         options = _OPTIONS | dict(pairs)
-        if (parts.scheme == "file") == bool(parts.netloc) or (
-            parts.scheme == "file" and parts.path in ("", "/")
-        ):
+        is_folder = parts.scheme == "file"
+        if is_folder == bool(parts.netloc) or (is_folder and parts.path in ("", "/")):
             raise UsageError(
-                "the shared store's URL must name a place, as in redis://host:6379/0, s3://bucket/prefix, file:///mnt/share"
+                "the shared store's URL must name a host, bucket or folder, as in redis://host:6379/0, "
+                "s3://bucket/prefix, file:///mnt/share"
             )
         try:
             timeout_s, retry_s = float(options["timeout_s"]), float(options["retry_s"])
@@ -80,7 +80,7 @@ class Place:
 
 
 def safe_message(error: BaseException) -> str:
-    """An error's message in one line, without secrets of the environment."""
+    """An error's message in one line, without the secrets that the environment holds."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     for secret in filter(None, map(os.environ.get, SECRETS)):
         text = text.replace(secret, "***")

@@ -27,8 +27,8 @@ from ragblend.kvstore.files import (
     Closing,
     make_private_folder,
     open_file,
-    warn_of_network,
-    write_failed,
+    warn_if_on_network,
+    write_error,
 )
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
@@ -36,7 +36,7 @@ from ragblend.kvstore.layout import (
     LOCK_NAME,
     check_format,
     files_of,
-    note_shared_store,
+    record_shared_store,
     remove_values,
     shared_store_of,
     value_files,
@@ -98,7 +98,7 @@ class KVStore(Closing):
         with ExitStack() as opened, _opening(store.root):
             check_format(store.root)  # before anything changes in a folder that is not ours
             make_private_folder(store.root)
-            warn_of_network(store.root)
+            warn_if_on_network(store.root)
             store._lock = opened.enter_context(WriterLock(store.root / LOCK_NAME, upkeep.TIMEOUT_S))
             with store._lock.hold():
                 store._index, was_damaged = upkeep.open_index(store.root)
@@ -109,7 +109,7 @@ class KVStore(Closing):
                 except CorruptBlobError as error:
                     store._rebuild(str(error))
             if store.remote is not None:
-                note_shared_store(store.root, str(store.remote.place))
+                record_shared_store(store.root, str(store.remote.place))
             if budget_bytes is None:
                 free = shutil.disk_usage(store.root).free
                 budget_bytes = (free + store._index.totals[1]) // 4
@@ -252,7 +252,7 @@ class KVStore(Closing):
         self._check_budget(tokens, nbytes)
         disk = shutil.disk_usage(self.root)
         if disk.total and disk.free < nbytes:  # unknown on some file systems
-            raise write_failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.root, nbytes)
+            raise write_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.root, nbytes)
 
     def _check_budget(self, tokens: int, nbytes: int) -> None:
         if nbytes > self.budget_bytes:

@@ -87,7 +87,7 @@ def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]
     key = ChunkKey(file.digest) if file.digest else None
     if key is None:
         yield Problem("foreign-file", None, path, "this store gives no such name; gc leaves it")
-    elif file.temporary:
+    elif file.is_temporary:
         yield Problem("temporary-file", key, path, "left by an interrupted put; gc removes it")
     elif not has_row:
         yield Problem("orphan-file", key, path, "no row names this file; gc removes it")
@@ -113,7 +113,7 @@ def remove_leftovers(index: Index) -> GcReport:
         for file in layout.value_files(root)
         if file.digest and file.filename not in named
     ]
-    return remove_files([*orphans, *layout.quarantine_of(root).iterdir()])
+    return remove_files([*orphans, *layout.quarantine_folder(root).iterdir()])
 
 
 def remove_files(paths: Collection[Path]) -> GcReport:
@@ -159,7 +159,7 @@ def open_index(root: Path) -> tuple[Index, bool]:
 
 
 def _has_values(root: Path) -> bool:
-    return any(file.digest and not file.temporary for file in layout.value_files(root))
+    return any(file.digest and not file.is_temporary for file in layout.value_files(root))
 
 
 def rebuilt(root: Path, why: str) -> Index:
@@ -189,7 +189,7 @@ def _enter_values(index: Index) -> None:
 
 def _row_of(root: Path, file: ValueFile) -> Row | None:
     """The row of a value from its file's header; None for a file that must not be used."""
-    if file.digest is None or file.temporary:
+    if file.digest is None or file.is_temporary:
         return None
     try:
         with open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None) as reader:
