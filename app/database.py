@@ -95,7 +95,7 @@ class Database(SqliteFile):
 
     # --- damage and errors
 
-    def _repair(self, why: str) -> None:
+    def _handle_damage(self, why: str) -> None:
         self._disconnect()
         with self._rescue_lock() as lock, lock.hold():
             if is_same_file(self.path, self._identity):  # else another process has rescued it
@@ -120,14 +120,14 @@ class Database(SqliteFile):
         self._make_tables(sql)
         return sql
 
-    def _other_version(self, found: int) -> Exception:
+    def _other_version_error(self, found: int) -> Exception:
         return LibraryError(
             f"Opening the {self.what} {self.path}: another version of RAGBlend made it (format {found}; this one has "
             f"{self.version}). Use that version, or another --home, into which your documents can be ingested again. "
             "Nothing was changed."
         )
 
-    def _failed(self, error: Exception) -> Exception:
+    def _named_error(self, error: Exception) -> Exception:
         if isinstance(error, OSError):
             return LibraryError(f"Opening the {self.what} {self.path}: {error.strerror}. Check its rights.")
         code = error_code(error)

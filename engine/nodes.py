@@ -130,7 +130,7 @@ class NodeEncoder(ABC):
             keys, store = runtime.nodes.set_hidden(self._collection, node_ids, False), runtime.store
             for key in keys:
                 if store.remote is not None and store.contains(key):
-                    store.remote.offer(key)
+                    store.remote.queue_write(key)
 
     def _drop_tasks(self, node_ids: Sequence[str]) -> None:
         """Drop queued tasks that encode these nodes, and the list of nodes that an earlier process did not encode."""
@@ -166,7 +166,7 @@ class NodeEncoder(ABC):
                 after = max(key.digest for key in waiting)
                 try:
                     freed += store.delete(waiting, partial(_still_orphaned, nodes, waiting))
-                    nodes.deleted(waiting, also_shared=store.shared_at is not None)
+                    nodes.remove_from_outbox(waiting, also_shared=store.shared_at is not None)
                 except StoreError as error:  # a file that cannot be removed must not stop the others
                     failed = failed or error
             time.sleep(PAUSE_S)
@@ -191,17 +191,17 @@ class NodeEncoder(ABC):
             )  # fmt: skip
             return
         try:
-            store.withdraw(tuple(waiting))
+            store.delete_shared(tuple(waiting))
         except RemoteError as error:
             log.warning(
                 "%s. The KV of %d deleted passages may still be there, until it answers again, the next deletion, or "
                 "`ragblend store gc`; at most for its time-to-live.", error, len(waiting),
             )  # fmt: skip
             again = partial(runtime.background.add, self._delete_shared, priority=Priority.STORE)
-            store.remote.when_back(again, NodeEncoder._delete_shared)
+            store.remote.call_when_available(again, NodeEncoder._delete_shared)
         else:
             with runtime.store_lock:
-                runtime.nodes.deleted(waiting)
+                runtime.nodes.remove_from_outbox(waiting)
 
     def keys_of(self, passages: Sequence[TokenIds], prefix: TokenIds) -> list[ChunkKey | None]:
         """The key of each passage's KV; None for a passage that can have no KV (empty, too long, or of a model that

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from ragblend.integrations.recurring import RecurringText
 from ragblend.integrations.text_index import MIN_TEXT_CHARS, TextHashes, TextIndex, hash_texts
 from ragblend.kvstore.errors import StoreError
-from ragblend.kvstore.nodes import NodeIndex, Print
+from ragblend.kvstore.nodes import NodeIndex, PassageHashes
 from ragblend.kvstore.sqlite import DamagedFileError
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class PassageRegistry:
         with self._lock:
             if self._is_dropped:
                 return 0
-            return self._run(lambda nodes: nodes.register(self.collection, _prints(latest)))
+            return self._run(lambda nodes: nodes.register(self.collection, _hashes_of(latest)))
 
     def learn(self, texts: Iterable[str], limit: int = MAX_LEARNED) -> list[str]:
         """Register texts that recurred in a prompt; returns the least recently used node ids above the limit, which the
@@ -145,7 +145,7 @@ class PassageRegistry:
 
     def node_ids_with_prefix(self, prefix: str) -> list[str]:
         """The node ids that begin with `prefix`."""
-        return self._run(lambda nodes: nodes.named(self.collection, prefix))
+        return self._run(lambda nodes: nodes.node_ids_with_prefix(self.collection, prefix))
 
     def find(self, text: str) -> list[PassageSpan]:
         """The registered texts in `text`: disjoint, ascending, chosen longest first, of equally long ones the earliest.
@@ -162,7 +162,7 @@ class PassageRegistry:
             return []
 
     def __len__(self) -> int:
-        return self._run(lambda nodes: nodes.registered(self.collection))
+        return self._run(lambda nodes: nodes.count_registered(self.collection))
 
     def close(self) -> None:
         """Close the file for all users of this object; the next use opens it again."""
@@ -185,7 +185,7 @@ class PassageRegistry:
         self._refresh(nodes)
 
         def confirm(whole: int, start: int, stop: int) -> str | None:
-            claims = nodes.claims(self.collection, whole)
+            claims = nodes.registered_with_hash(self.collection, whole)
             confirmed = (node_id for node_id, proof in claims if _proof(node_id, text[start:stop]) == proof)
             return next(confirmed, None)
 
@@ -199,12 +199,12 @@ class PassageRegistry:
 
     def _refresh(self, nodes: NodeIndex) -> None:
         """Index passages that any process has added since. Removed ones are detected when they are found."""
-        version = nodes.changes()
+        version = nodes.data_version()
         if version == self._version:
             return
         is_stale = (
             self._indexed_count > _MAX_STALE
-            and self._indexed_count > 2 * nodes.registered(self.collection) + _MAX_STALE
+            and self._indexed_count > 2 * nodes.count_registered(self.collection) + _MAX_STALE
         )
         if is_stale or version[0] != self._version[0]:
             self._clear_index()
@@ -215,12 +215,12 @@ class PassageRegistry:
         self._version = version
 
 
-def _prints(texts: dict[str, str]) -> dict[str, Print | None]:
+def _hashes_of(texts: dict[str, str]) -> dict[str, PassageHashes | None]:
     """The hashes to store for each node id; None for a text too short to be looked for."""
     long = {node_id: text for node_id, text in texts.items() if len(text) >= MIN_TEXT_CHARS}
     found = dict(zip(long, hash_texts(long.values()), strict=True))
     return {
-        node_id: Print(*found[node_id], _proof(node_id, text)) if node_id in found else None
+        node_id: PassageHashes(*found[node_id], _proof(node_id, text)) if node_id in found else None
         for node_id, text in texts.items()
     }
 

@@ -27,7 +27,7 @@ from ragblend.kvstore.sqlite import (
     SQL_ERRORS,
     SqliteFile,
     connect,
-    damage,
+    damage_error,
     error_code,
     integrity,
     is_damage,
@@ -35,11 +35,11 @@ from ragblend.kvstore.sqlite import (
 )
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-# The random part of the file's name, its bytes, the parent's digest (zeros: none).
+# The random part of the file's name, the file's size in bytes, the parent's digest (zeros: none).
 _ROW = struct.Struct("<8sQ32s")
 _NO_PARENT = bytes(32)
-_DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
-# Keys besides digests: the saved ledger and its number, apart because SQLite reads large values as a whole.
+_DISK_ERRORS = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
+# Keys that are no digests: the saved ledger and its number, which has its own row so that it can be read alone.
 _LEDGER, _SERIAL = "ledger", "ledger-serial"
 _ENTRIES = f"SELECT key, value FROM Cache WHERE key NOT IN ('{_LEDGER}', '{_SERIAL}') ORDER BY rowid"
 
@@ -92,7 +92,7 @@ class BytesOnly(Disk):  # type: ignore[misc]
 
 
 class Index(SqliteFile):
-    """Thread-safe; to change it, the caller holds the writer lock.
+    """The index of a store. Thread-safe; to change it, the caller holds the writer lock.
 
     Raises StoreError for errors of SQLite or diskcache, and CorruptBlobError for an index that must be rebuilt.
     """
@@ -132,19 +132,19 @@ class Index(SqliteFile):
         """Number of values and their bytes, as diskcache's triggers count them."""
         known = dict(self.rows("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
         count, nbytes = int(known["count"]), int(known["size"])
-        others = self.rows("SELECT 1 FROM Cache WHERE key IN (?, ?)", _LEDGER, _SERIAL)
-        return count - len(others), nbytes
+        ledger_rows = self.rows("SELECT 1 FROM Cache WHERE key IN (?, ?)", _LEDGER, _SERIAL)
+        return count - len(ledger_rows), nbytes
 
     def ledger(self) -> bytes:
         """The saved ledger; empty before the first save."""
-        return self._special(_LEDGER)
+        return self._ledger_value(_LEDGER)
 
     def ledger_serial(self) -> int:
         """The number of the last save; 0 before the first, and for an unreadable row."""
-        saved = self._special(_SERIAL)
+        saved = self._ledger_value(_SERIAL)
         return int(saved) if saved.isdigit() else 0
 
-    def _special(self, key: str) -> bytes:
+    def _ledger_value(self, key: str) -> bytes:
         found = self.column("SELECT value FROM Cache WHERE key = ? AND raw = 1", key)
         return found[0] if found and type(found[0]) is bytes else b""
 
@@ -154,7 +154,7 @@ class Index(SqliteFile):
             return integrity(sql, 20)
 
     def is_in_place(self) -> bool:
-        """Whether this is still the store's index, and not one that another process has replaced."""
+        """Whether this is still the store's index; False if another process has replaced it."""
         return is_same_file(self.path, self._identity)
 
     # --- changing
@@ -165,30 +165,33 @@ class Index(SqliteFile):
         try:
             with ExitStack() as change:
                 try:
-                    change.enter_context(self._opened().transact())
+                    change.enter_context(self._cache().transact())
                 except (TypeError, KeyError, ValueError, sqlite3.Warning, sqlite3.ProgrammingError) as error:
                     raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
                 yield
         except SQL_ERRORS as error:
-            raise self._failed(error) from error
+            raise self._named_error(error) from error
         finally:
-            if self._writer is not None:  # close this thread's connection, because threads come and go
+            if (
+                self._writer is not None
+            ):  # close this thread's connection: diskcache would keep one per thread
                 self._writer.close()
 
     def set(self, digest: str, row: Row) -> None:
         """Insert or replace a value's row."""
-        self._opened().set(digest, _pack(row))
+        self._cache().set(digest, _pack(row))
 
     def delete(self, digest: str) -> bool:
         """Remove a row; False if there is none."""
-        return bool(self._opened().delete(digest))
+        return bool(self._cache().delete(digest))
 
     def set_ledger(self, packed: bytes, serial: int) -> None:
         """Save the ledger, and the number of this save."""
-        self._opened().set(_LEDGER, packed)
-        self._opened().set(_SERIAL, str(serial).encode())
+        self._cache().set(_LEDGER, packed)
+        self._cache().set(_SERIAL, str(serial).encode())
 
-    def _opened(self) -> Any:
+    def _cache(self) -> Any:
+        """diskcache's own connection, for changes; opened on first use."""
         if self._writer is None:
             self._writer = _cache_in(self.path.parent, self._timeout_s)
         return self._writer
@@ -196,45 +199,45 @@ class Index(SqliteFile):
     # --- opening and damage
 
     def _must_reopen(self) -> bool:
-        return (
-            self._is_for_once
-        )  # an index rebuilt by another process is opened under the lock: see `is_in_place`
+        # An index that another process has rebuilt is opened under the writer lock: see `is_in_place`.
+        return self._is_single_use
 
     def _prepare(self, sql: sqlite3.Connection) -> None:
         if self.generation:
             return  # it was checked when it was opened
         try:
             if problems := integrity(sql, 1):
-                raise damage(problems[0])
+                raise damage_error(problems[0])
             if not sql.execute("SELECT 1 FROM sqlite_master").fetchone():
-                with self.changing():
+                with self.changing():  # diskcache creates its tables
                     pass
-            others = _tables_and_settings(sql) ^ _made_by_diskcache()
+            differences = _tables_and_settings(sql) ^ _expected_schema()
         except SQL_ERRORS as error:
-            if error_code(error) in _DISKS_FAULT | BUSY:
+            if error_code(error) in _DISK_ERRORS | BUSY:
                 raise
-            raise damage(str(error)) from error
-        if others:
-            raise damage(f"its schema is not diskcache's: {min(others)}")
+            raise damage_error(str(error)) from error
+        if differences:
+            raise damage_error(f"its schema is not diskcache's: {min(differences)}")
 
-    def _repair(self, why: str) -> None:
+    def _handle_damage(self, why: str) -> None:
+        """Raise, because only the store can rebuild its index."""
         raise CorruptBlobError(f"the index {self.path} is damaged: {why}")
 
-    def _failed(self, error: Exception) -> Exception:
+    def _named_error(self, error: Exception) -> Exception:
         if isinstance(error, SQL_ERRORS) and is_damage(error):
             return CorruptBlobError(f"the index {self.path} is damaged: {error}")
-        return super()._failed(error)
+        return super()._named_error(error)
 
 
 def _tables_and_settings(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
-    """Tables, triggers and settings: diskcache makes a setting's name part of a statement."""
+    """Tables, triggers, and names of settings, which diskcache inserts into SQL statements unquoted."""
     found = schema_of(sql)
     settings = sql.execute("SELECT key FROM Settings").fetchall() if "Settings" in found else []
     return frozenset(found.items()) | {(str(name), "setting") for (name,) in settings}
 
 
 @cache
-def _made_by_diskcache() -> frozenset[tuple[str, str]]:
+def _expected_schema() -> frozenset[tuple[str, str]]:
     """The schema that diskcache creates in an empty folder, for comparison: it reveals damaged triggers."""
     with TemporaryDirectory(prefix="ragblend-") as folder:
         _cache_in(Path(folder), BUSY_SECONDS).close()

@@ -1,7 +1,7 @@
 """Ledger: access counts, cost and priority of each value, and hit statistics of all processes.
 
-policy.py has the arithmetic. The ledger lives in memory, is loaded when the store is opened, and saved from time to
-time as one packed array in the index. Saving merges: another process's counts are added, and values that either process
+policy.py has the arithmetic. The ledger is held in memory, loaded when the store is opened, and saved from time to time
+as one packed array in the index. Saving merges: another process's counts are added, and values that either process
 deleted stay deleted. A kill loses unsaved counts, which affects only the order of eviction. Time is counted in uses
 (requests for any value, hit or miss), so a clock that jumps does no harm. The index, not the ledger, knows what is
 stored and how large it is. A value that was evicted keeps its entry, with nbytes 0, if the policy's counts decay.
@@ -32,8 +32,9 @@ from ragblend.kvstore.policy import (
 )
 
 log = logging.getLogger(__name__)
-REMEMBERED = 20_000  # limit of values that are not stored whose counts are kept; about 5 MB
-# A save follows after this many changes, or after a 32nd of the entries, because a ledger is written as a whole.
+MAX_REMEMBERED = 20_000  # values that are not stored whose counts are kept; about 5 MB
+# A save is due after this many changes, or as many as a 32nd of the entries if that is more, because the ledger is
+# written as a whole.
 SAVED_EVERY, SAVED_PART = 64, 32
 _PACKED = np.dtype(
     [
@@ -48,8 +49,8 @@ _PACKED = np.dtype(
     ]
 )
 _NUMBERS = ("nbytes", "used_at", "frequency", "cost", "computations", "priority")
-_LARGEST = 1e15  # of any number in a save; larger ones are damage
-_NO_PARENT = bytes(32)
+_MAX_NUMBER = 1e15  # in a save; larger numbers mean damage
+_NO_PARENT = "00" * 32
 
 
 @dataclass
@@ -73,7 +74,7 @@ class _State:
         table = np.zeros(len(self.entries), dtype=_PACKED)
         digests, parents = list(self.entries), self.parents
         table["digest"] = _bytes_of(digests)
-        table["parent"] = _bytes_of([parents.get(digest, "") or "00" * 32 for digest in digests])
+        table["parent"] = _bytes_of([parents.get(digest, _NO_PARENT) for digest in digests])
         for name in _NUMBERS:
             table[name] = [getattr(entry, name) for entry in self.entries.values()]
         return json.dumps(head).encode() + b"\n" + table.tobytes()
@@ -88,7 +89,7 @@ class _State:
             fields = json.loads(head)
             del fields["totals"]
             totals, rows = _totals(packed), np.frombuffer(table, dtype=_PACKED)
-            if not all((np.abs(rows[name]) <= _LARGEST).all() for name in _NUMBERS):
+            if not all((np.abs(rows[name]) <= _MAX_NUMBER).all() for name in _NUMBERS):
                 raise ValueError("it holds impossible numbers")
             digests, parents = _hex_of(rows["digest"]), _hex_of(rows["parent"])
             numbers = [rows[name].tolist() for name in _NUMBERS]
@@ -98,9 +99,10 @@ class _State:
                     digests, *numbers, strict=True
                 )
             }
-            none = _NO_PARENT.hex()
             parent_of = {
-                digest: parent for digest, parent in zip(digests, parents, strict=True) if parent != none
+                digest: parent
+                for digest, parent in zip(digests, parents, strict=True)
+                if parent != _NO_PARENT
             }
             return cls(**fields, totals=totals, entries=entries, parents=parent_of)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -111,28 +113,29 @@ class _State:
 class Ledger:
     """Access counts, priorities and statistics of one store, in memory. Thread-safe. Values are named by their digests.
 
-    counters: of this process, by tier name; policy: None for that of the last save; remembered: how many values that
-    are not stored keep their counts.
+    counters: of this process, by tier name; policy: None for that of the last save; max_remembered: how many values
+    that are not stored keep their counts.
     """
 
     def __init__(
         self,
         counters: Mapping[str, Counters],
         policy: EvictionPolicy | None = None,
-        remembered: int = REMEMBERED,
+        max_remembered: int = MAX_REMEMBERED,
     ) -> None:
-        self._counters, self._requested_policy, self._remembered = counters, policy, remembered
+        self._counters, self._requested_policy, self._max_remembered = counters, policy, max_remembered
         self.policy = policy or POLICIES[DEFAULT_POLICY]
         self._lock = threading.RLock()
         self._state = _State()  # the last save, and this process's changes since
-        # Values that were requested and have no entry in `_state`. Never saved: one that was deleted would come back.
+        # Values that were requested and have no entry in `_state`. Not saved, lest a deleted value be remembered again.
         self._never_stored: dict[str, Entry] = {}
         self._children: dict[str, set[str]] = defaultdict(set)  # of tree nodes, stored or remembered
-        # A heap of (priority, used_at, digest); some are outdated.
+        # (priority, used_at, digest) of stored values; some items are outdated.
         self._heap: list[tuple[float, float, str]] = []
-        # Since the last save: uses (an entry that counts only these), digests added and deleted, number of changes.
+        # Since the last save: uses (entries by digest that count only these), digests added and deleted, and the
+        # number of changes.
         self._uses_since: dict[str, Entry] = {}
-        self._computed, self._deleted = set[str](), set[str]()
+        self._added, self._deleted = set[str](), set[str]()
         self._changes = 0
 
     # --- reading
@@ -152,31 +155,33 @@ class Ledger:
             ]
 
     def entry(self, digest: str) -> Entry:
-        """The entry of a value; one without counts if nothing is remembered of it."""
+        """The entry of a value; one without counts for an unknown value."""
         with self._lock:
             return self._state.entries.get(digest) or self._never_stored.get(digest) or Entry(digest, 0)
 
     def totals(self, packed: bytes) -> dict[str, Counts]:
         """Counts of all processes by tier name: those in the save `packed`, plus this process's unsaved ones."""
-        found, own = _totals(packed), {tier: each.unsaved for tier, each in self._counters.items()}
-        return {tier: found.get(tier, Counts()) + own.get(tier, Counts()) for tier in {**own, **found}}
+        saved, own = _totals(packed), {tier: each.unsaved for tier, each in self._counters.items()}
+        return {tier: saved.get(tier, Counts()) + own.get(tier, Counts()) for tier in {**own, **saved}}
 
     def with_descendants(self, digests: Iterable[str]) -> list[str]:
         """These values and all their descendants in the tree, stored or only remembered."""
         with self._lock:
-            found, waiting = dict[str, None](), list(digests)
-            while waiting:
-                digest = waiting.pop()
+            found, pending = dict[str, None](), list(digests)
+            while pending:
+                digest = pending.pop()
                 if digest not in found:
                     found[digest] = None
-                    waiting += self._children.get(digest, ())
+                    pending += self._children.get(digest, ())
             return list(found)
 
     def orphans(self) -> list[str]:
-        """Nodes whose parent is not stored, and their descendants: no path reaches them."""
+        """Stored tree nodes whose parent is not stored, and their stored descendants: no path can use them."""
         with self._lock:
-            lost = [digest for digest, parent in self._state.parents.items() if not self._is_stored(parent)]
-            return list(filter(self._is_stored, self.with_descendants(lost)))
+            cut_off = [
+                digest for digest, parent in self._state.parents.items() if not self._is_stored(parent)
+            ]
+            return list(filter(self._is_stored, self.with_descendants(cut_off)))
 
     def _is_stored(self, digest: str) -> bool:
         entry = self._state.entries.get(digest)
@@ -190,7 +195,7 @@ class Ledger:
         At most at_most_extra values beyond those that free needed_bytes; never those in `protected`.
         """
         chosen, freed, extra = dict[str, Entry](), 0, 0
-        taken = list[tuple[float, float, str]]()  # from the heap, and put back at the end
+        popped = list[tuple[float, float, str]]()  # from the heap, and pushed back at the end
         with self._lock:
             entries, parents = self._state.entries, self._state.parents
             while self._heap and freed < excess_bytes and extra < at_most_extra:
@@ -199,7 +204,7 @@ class Ledger:
                 entry = entries.get(digest)
                 if entry is None or not entry.nbytes or (entry.priority, entry.used_at) != item[:2]:
                     continue  # outdated
-                taken.append(item)
+                popped.append(item)
                 children = filter(self._is_stored, self._children.get(digest, ()))
                 if digest in protected or digest in chosen or not chosen.keys() >= set(children):
                     continue
@@ -208,7 +213,7 @@ class Ledger:
                 freed += entry.nbytes
                 if parent := parents.get(digest):
                     self._push(parent)  # now a leaf, so it may be next
-            for item in taken:
+            for item in popped:
                 heapq.heappush(self._heap, item)
         return list(chosen.values())
 
@@ -221,12 +226,12 @@ class Ledger:
             state.uses += 1.0
             since = used(self._uses_since.pop(digest, Entry(digest, 0)), state.uses, half_life)
             if digest in state.entries:
-                self._write(used(state.entries[digest], state.uses, half_life))
+                self._set(used(state.entries[digest], state.uses, half_life))
                 self._uses_since[digest] = since
             else:
                 entry = used(self._never_stored.pop(digest, Entry(digest, 0)), state.uses, half_life)
                 self._never_stored[digest] = entry
-                while len(self._never_stored) > self._remembered:
+                while len(self._never_stored) > self._max_remembered:
                     del self._never_stored[next(iter(self._never_stored))]
             self._changes += 1
 
@@ -242,8 +247,8 @@ class Ledger:
                 requested = self._never_stored.pop(digest, Entry(digest, 0))
                 found = requested if self.policy.decays else Entry(digest, 0)
             entry = computed(found._replace(nbytes=nbytes), cost)
-            self._enter(entry if entry.frequency else self._used_once(entry), parent)
-            self._computed.add(digest)
+            self._insert(entry if entry.frequency else self._used_once(entry), parent)
+            self._added.add(digest)
             self._deleted.discard(digest)
             self._changes += 1
 
@@ -252,7 +257,7 @@ class Ledger:
         with self._lock:
             for victim in victims:
                 if self.policy.decays:
-                    self._write(victim._replace(nbytes=0))
+                    self._set(victim._replace(nbytes=0))
                 else:
                     self._forget(victim.digest)
             self._state.clock = clock_after(self._state.clock, victims)
@@ -265,12 +270,12 @@ class Ledger:
                 self._forget(digest)
                 self._never_stored.pop(digest, None)
                 self._uses_since.pop(digest, None)
-                self._computed.discard(digest)
+                self._added.discard(digest)
                 self._deleted.add(digest)
                 self._changes += 1
 
     def keep_only(self, wanted: Collection[str]) -> None:
-        """Forget every other value."""
+        """Forget all values except these."""
         with self._lock:
             self.forget(
                 [digest for digest in (*self._state.entries, *self._never_stored) if digest not in wanted]
@@ -279,15 +284,15 @@ class Ledger:
     # --- synchronising with the index
 
     def load(self, packed: bytes, rows: Mapping[str, Row]) -> bool:
-        """Load a save. rows: the stored values. Returns whether the entries had to be ranked by another policy."""
+        """Load a save. rows: the stored values. Returns whether it was saved with another policy."""
         with self._lock:
             self._state = _State.unpack(packed)
-            before = self._state.policy
-            self.policy = self._requested_policy or POLICIES.get(before, self.policy)
-            if self.policy.name != before:
-                self._rank_anew()
+            saved_policy = self._state.policy
+            self.policy = self._requested_policy or POLICIES.get(saved_policy, self.policy)
+            if self.policy.name != saved_policy:
+                self._rank_all()
             self._sync(rows)
-            return bool(before) and self.policy.name != before
+            return bool(saved_policy) and self.policy.name != saved_policy
 
     @property
     def serial(self) -> int:
@@ -295,8 +300,10 @@ class Ledger:
         return self._state.serial
 
     def refresh(self, packed: bytes, rows: Mapping[str, Row]) -> None:
-        """Take over other processes' changes. packed: a save of another process since the last one that this ledger
-        includes, empty if there is none; rows: the stored values.
+        """Include other processes' changes.
+
+        packed: a save by another process that is newer than the last one that this ledger includes, empty if there is
+        none; rows: the stored values.
         """
         with self._lock:
             if packed:
@@ -305,12 +312,12 @@ class Ledger:
                 self._sync(rows)
 
     def _sync(self, rows: Mapping[str, Row]) -> None:
-        """Make the entries those of the stored values, and of evicted ones; rebuild children and heap."""
+        """Make the entries match the stored values, and rebuild children and heap. Evicted values may keep entries."""
         entries = self._state.entries
         for digest in [digest for digest, entry in entries.items() if entry.nbytes and digest not in rows]:
-            # A deletion saves the ledger in the same transaction, so a saved value without a row was evicted. A value
-            # that was never saved may have been deleted, so it must not be remembered.
-            if self.policy.decays and digest not in self._computed:
+            # Deleting saves the ledger in the same transaction, so a value that is in the last save and has no row was
+            # evicted. One that was added since then may have been deleted, so it must not be remembered.
+            if self.policy.decays and digest not in self._added:
                 entries[digest] = entries[digest]._replace(nbytes=0)
             else:
                 self._forget(digest)
@@ -327,7 +334,7 @@ class Ledger:
         self._children.clear()
         for digest, parent in self._state.parents.items():
             self._children[parent].add(digest)
-        self._sort()
+        self._build_heap()
 
     # --- saving
 
@@ -361,23 +368,27 @@ class Ledger:
             saved = _State(
                 serial, self.policy.name, state.uses, state.clock, totals, state.entries, state.parents
             )
-            changes, done = self._changes, dict(self._uses_since)
+            changes, saved_uses = self._changes, dict(self._uses_since)
 
-            def is_saved() -> None:
+            def mark_saved() -> None:
                 with self._lock:
                     state.serial, state.totals = serial, totals
                     for tier, counts in counted.items():
                         self._counters[tier].mark_saved(counts)
-                    self._uses_since = {k: v for k, v in self._uses_since.items() if done.get(k) is not v}
-                    self._computed.clear()
+                    self._uses_since = {
+                        digest: uses
+                        for digest, uses in self._uses_since.items()
+                        if saved_uses.get(digest) is not uses
+                    }
+                    self._added.clear()
                     self._deleted.clear()
                     self._changes -= changes
 
-            return saved.pack(), is_saved
+            return saved.pack(), mark_saved
 
     def _merge(self, theirs: _State, rows: Mapping[str, Row]) -> None:
         """Make another process's save the state, and apply this process's changes since the last save to it."""
-        mine, before = self._state, self.policy.name
+        mine, old_policy = self._state, self.policy.name
         self.policy = POLICIES.get(theirs.policy, self.policy)
         half_life = self.policy.half_life
         for digest in self._never_stored.keys() & theirs.entries.keys():
@@ -390,13 +401,13 @@ class Ledger:
                 entry = joined(theirs.entries[digest], since, half_life)
                 theirs.entries[digest] = ranked(entry, self.policy, theirs.clock)
         theirs.uses = max(mine.uses, theirs.uses)
-        if self.policy.name == before:
+        if self.policy.name == old_policy:
             theirs.clock = max(mine.clock, theirs.clock)
-        for digest in self._computed & mine.entries.keys():
+        for digest in self._added & mine.entries.keys():
             entry, their_entry = mine.entries[digest], theirs.entries.get(digest)
             if their_entry is None and digest not in rows:
                 continue  # evicted here, and deleted by another process
-            if their_entry is not None:  # it has all uses
+            if their_entry is not None:  # it now has the uses of both
                 entry = their_entry._replace(
                     nbytes=entry.nbytes, cost=entry.cost, computations=entry.computations
                 )
@@ -410,17 +421,17 @@ class Ledger:
         self._sync(rows)
 
     def _trim(self) -> None:
-        """Forget the least recently used of the values that are not stored, down to the limit."""
+        """Forget the least recently used values that are not stored, above the limit."""
         evicted = [entry for entry in self._state.entries.values() if not entry.nbytes]
-        if len(evicted) > self._remembered:
+        if len(evicted) > self._max_remembered:
             evicted.sort(key=lambda entry: (entry.used_at, entry.digest))
-            for entry in evicted[: len(evicted) - self._remembered]:
+            for entry in evicted[: len(evicted) - self._max_remembered]:
                 self._forget(entry.digest)
 
-    # --- inside
+    # --- internals
 
-    def _rank_anew(self) -> None:
-        """Rank all values by the current policy, in the order of use."""
+    def _rank_all(self) -> None:
+        """Rank all values by the current policy, in the order of use, from clock 0."""
         state = self._state
         state.clock = 0.0
         if not self.policy.decays:
@@ -434,13 +445,13 @@ class Ledger:
         self._state.uses += 1.0
         return entry._replace(used_at=self._state.uses, frequency=1.0)
 
-    def _enter(self, entry: Entry, parent: str | None) -> None:
+    def _insert(self, entry: Entry, parent: str | None) -> None:
         if parent is not None:
             self._state.parents[entry.digest] = parent
             self._children[parent].add(entry.digest)
-        self._write(entry)
+        self._set(entry)
 
-    def _write(self, entry: Entry) -> None:
+    def _set(self, entry: Entry) -> None:
         self._state.entries[entry.digest] = ranked(entry, self.policy, self._state.clock)
         self._push(entry.digest)
 
@@ -449,10 +460,10 @@ class Ledger:
             entry = self._state.entries[digest]
             heapq.heappush(self._heap, (entry.priority, entry.used_at, digest))
         if len(self._heap) > 2 * len(self._state.entries) + SAVED_EVERY:
-            self._sort()
+            self._build_heap()
 
-    def _sort(self) -> None:
-        """Rebuild the heap without outdated items."""
+    def _build_heap(self) -> None:
+        """Build the heap from the stored entries, without outdated items."""
         stored = (entry for entry in self._state.entries.values() if entry.nbytes)
         self._heap = [(entry.priority, entry.used_at, entry.digest) for entry in stored]
         heapq.heapify(self._heap)

@@ -1,4 +1,4 @@
-"""MemoryTier: copies of values in memory, the host's or a device's, above the disk.
+"""MemoryTier: copies of stored values in the memory of the host or of a device.
 
 Every value is also on the disk, so eviction just drops the copy (RAGCache, arXiv 2404.12457, section 5.1). Values are
 verified when they are read from the disk, and never change. The ledger gives a value's earlier uses; the tier counts
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class HeldChunk(Source):
-    """A value whose tensors are already in memory: keys, values L each, (H, T, D), which must not change."""
+    """A value whose tensors are already in memory: keys and values, L tensors (H, T, D) each, which must not change."""
 
     token_ids: tuple[int, ...]
     start: int
@@ -55,8 +55,8 @@ class HeldChunk(Source):
 class PackedChunk(Source):
     """A packed value of a memory tier; it stays readable if it is evicted meanwhile.
 
-    layers: L tensors (layer bytes,) uint8, which must not change. Packed values take less memory and less transfer to a
-    device; from pinned memory, a transfer is only queued on the current stream.
+    layers: L tensors (layer bytes,) uint8, which must not change. A packed value takes less memory, and less time to
+    copy to a device; from pinned memory the copy is only queued on the current stream.
     """
 
     token_ids: tuple[int, ...]
@@ -114,7 +114,7 @@ def layers_of(source: Source) -> Iterator[tuple[Tensor, Tensor]]:
         yield keys, values
 
 
-def whole(source: Source) -> ChunkKV:
+def read_whole(source: Source) -> ChunkKV:
     """The whole chunk on the CPU, in memory that the caller owns. Raises CorruptBlobError."""
     keys, values = zip(*layers_of(source), strict=True)
     return ChunkKV(source.token_ids, source.start, source.geometry, keys, values)
@@ -157,7 +157,7 @@ class MemoryTier:
         return found
 
     def peek(self, key: ChunkKey, token_ids: Sequence[int]) -> PackedChunk | None:
-        """The same without counting a use, for moving values between tiers."""
+        """`open_chunk` without counting a use, a hit or a miss, for copying values between tiers."""
         found, _ = self._held.get(key.digest, (None, None))
         return found if found is not None and found.token_ids == tuple(token_ids) else None
 
@@ -168,7 +168,7 @@ class MemoryTier:
     # --- changing
 
     def admit(self, key: ChunkKey, source: Source, known: Entry | None = None) -> bool:
-        """Keep a copy of a source, evicting values of lower priority; False if it is larger than the whole tier.
+        """Store a copy of a source, evicting values of lower priority; False if it is larger than the whole tier.
 
         known: its ledger entry. Raises what reading raises, and then nothing has changed.
         """
@@ -187,8 +187,9 @@ class MemoryTier:
         return True
 
     def _evict(self, protected: str) -> int:
-        """Evict values of the lowest priority until the budget is met; returns how many. Sorting a few hundred is
-        cheap.
+        """Evict values of the lowest priority until the budget is met; returns how many.
+
+        All are sorted, which is cheap for a few hundred.
         """
         entries = [entry for _, entry in self._held.values()]
         excess, victims = sum(entry.nbytes for entry in entries) - self.budget_bytes, []

@@ -1,4 +1,4 @@
-"""NodeIndex: maps the node ids of a collection to token ids, KV keys, and hashes of texts in prompts.
+"""NodeIndex: maps the node ids of a collection to token ids, KV keys, and hashes of passages' texts.
 
 Token ids can be decoded to text, and short texts guessed from hashes, so this file is as secret as the documents: 0600,
 deleted rows are overwritten, and the write-ahead log is emptied after every delete. A damaged file is deleted and
@@ -15,8 +15,8 @@ from ragblend.kvstore.files import make_private_folder
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
 from ragblend.kvstore.sqlite import SqliteFile
 
-# Row ids of passages, and numbers of entered nodes, only grow, so another process's additions have larger ones. The
-# same holds for the outbox: a key that must be deleted again gets a new number.
+# AUTOINCREMENT: a later addition, also by another process, has a larger row id or number than all before. A key that is
+# added to the outbox again gets a new number.
 _TABLES = (
     """CREATE TABLE Nodes (
     collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL, tokens BLOB NOT NULL,
@@ -42,10 +42,10 @@ _TABLES = (
     "CREATE INDEX PassagesByWhole ON Passages (collection, whole, node_id)",
 )
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
-# Prefix of the collection that hidden nodes (and the app's hidden documents) are in; others' names have no slash.
+# Prefix of the collection that hidden nodes (and the app's hidden documents) are in; users' names have no slash.
 HIDDEN = "deleted/"
 IS_HIDDEN = f"(collection >= '{HIDDEN}' AND collection < 'deleted0')"  # "0" follows "/"
-# Except keys that a node has (again); in the shared store those of hidden nodes are deleted too.
+# Keys that a node has (again) are left out. From the shared store, KV of hidden nodes is deleted too.
 _TO_DELETE = f"""SELECT key, number FROM Outbox WHERE shared = ? AND key > ?
     AND NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Outbox.key
     AND NOT (shared AND {IS_HIDDEN})) ORDER BY key LIMIT ?"""
@@ -59,11 +59,11 @@ class Scope:
     tokenizer: str
 
 
-class Print(NamedTuple):
-    """The stored hashes of a passage's text. head, whole: 64-bit hashes of its first characters and of all `length` of
-    them.
+class PassageHashes(NamedTuple):
+    """The stored hashes of a passage's text.
 
-    proof: a digest over node id and text.
+    head, whole: 64-bit hashes of its first characters and of all `length` of them (see `text_index.TextHashes`); proof:
+    a digest over node id and text.
     """
 
     head: int
@@ -76,7 +76,7 @@ class NodeIndex(SqliteFile):
     """The index in a small SQLite file, safe for several threads and processes."""
 
     what, version, tables = "node index", FORMAT_VERSION, _TABLES
-    remedy = "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
+    remedy = "it is filled as passages are added and encoded; `ragblend store repair` rebuilds it from the documents"
 
     @classmethod
     def open(cls, path: Path) -> "NodeIndex":
@@ -84,7 +84,8 @@ class NodeIndex(SqliteFile):
         return cls(path)
 
     def _open(self) -> sqlite3.Connection:
-        if not self.generation and not self.path.parent.exists():  # removed meanwhile: stays so
+        # Only at the first time: a folder that is removed while the index is open is not created again.
+        if not self.generation and not self.path.parent.exists():
             make_private_folder(self.path.parent)
         return super()._open()
 
@@ -94,19 +95,19 @@ class NodeIndex(SqliteFile):
         A node may have several keys (models, prefixes). If its token ids have changed, its old keys go into the outbox.
         """
         with self.transaction() as sql:
-            dropped: set[str] = set()
+            removed_keys: set[str] = set()
             for node_id, token_ids, key in nodes:
                 tokens, where = pack_tokens(token_ids), _where(scope, node_id)
                 old = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
                 if old is not None and old[0] != tokens:
-                    dropped |= _drop_keys(sql, _NODE, where)
+                    removed_keys |= _remove_keys(sql, _NODE, where)
                 if old is None or old[0] != tokens:
                     sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
                     columns = "Entered (collection, tokenizer, node_id)"
                     sql.execute(f"INSERT OR REPLACE INTO {columns} VALUES (?, ?, ?)", where)
                 if key is not None:
                     sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
-            _to_outbox(sql, dropped)
+            _add_to_outbox(sql, removed_keys)
 
     def claim(self, scope: Scope, node_id: str, token_ids: Sequence[int], key: ChunkKey) -> bool:
         """Give a node a key before its KV is stored. False if there is no such node, or it has other token ids."""
@@ -133,62 +134,64 @@ class NodeIndex(SqliteFile):
         query = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
         return [_id(found) for found in self.column(query, scope.collection, scope.tokenizer)]
 
-    def entered(self, scope: Scope, after: int | None) -> tuple[int, list[str]]:
-        """The node ids that were added or changed after the number `after` (None: all), and a number for the next call,
-        which may repeat some.
+    def changed_since(self, scope: Scope, number: int | None) -> tuple[int, list[str]]:
+        """A number for the next call, and the node ids that were added or changed after `number` (None: all).
+
+        The next call may return some of them again.
         """
         select, where = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ?", list[object]()
-        if after is not None:
+        if number is not None:
             select, where = (
                 "SELECT node_id FROM Entered WHERE number > ? AND collection = ? AND tokenizer = ?",
-                [after],
+                [number],
             )
         with self.connection() as sql:
             last = sql.execute("SELECT max(number) FROM Entered").fetchone()[0] or 0
             found = sql.execute(select, (*where, scope.collection, scope.tokenizer)).fetchall()
-        return max(last, after or 0), [_id(node_id) for (node_id,) in found]
+        return max(last, number or 0), [_id(node_id) for (node_id,) in found]
 
     def keys(self, collection: str | None = None) -> set[ChunkKey]:
-        """Every key of any node, of that collection or of all: what `KVStore.gc(keep=...)` must keep."""
+        """The keys of all nodes, in one collection or in all: those that `KVStore.gc(keep=...)` must keep."""
         select, where = "SELECT DISTINCT key FROM NodeKeys", () if collection is None else (collection,)
         return {ChunkKey(key) for key in self.column(select + " WHERE collection = ?" * len(where), *where)}
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> None:
-        """Delete nodes, hidden ones too, for every tokenizer, and their texts; keys without another node go into the
-        outbox.
+        """Delete nodes, also hidden ones, of every tokenizer, with the hashes of their texts.
+
+        Their keys are added to the outbox, which leaves out those that another node has.
         """
         with self.transaction() as sql:
-            dropped: set[str] = set()
+            removed_keys: set[str] = set()
             for node_id in node_ids:
-                where = (collection, HIDDEN + collection, _bound(node_id))
-                dropped |= _drop_keys(sql, "collection IN (?, ?) AND node_id = ?", where)
+                where = (collection, HIDDEN + collection, _text_value(node_id))
+                removed_keys |= _remove_keys(sql, "collection IN (?, ?) AND node_id = ?", where)
                 for table in ("Nodes", "Entered"):
                     sql.execute(f"DELETE FROM {table} WHERE collection IN (?, ?) AND node_id = ?", where)
                 _unregister(sql, collection, node_id)
-            _to_outbox(sql, dropped)
+            _add_to_outbox(sql, removed_keys)
         self.erase_log()
 
     def delete_collection(self, collection: str) -> None:
         """Delete all nodes and texts of the collection, as `delete` does."""
         with self.transaction() as sql:
             where = (collection, HIDDEN + collection)
-            dropped = _drop_keys(sql, "collection IN (?, ?)", where)
+            removed_keys = _remove_keys(sql, "collection IN (?, ?)", where)
             for table in ("Nodes", "Entered", "Passages"):
                 sql.execute(f"DELETE FROM {table} WHERE collection IN (?, ?)", where)
-            _to_outbox(sql, dropped)
+            _add_to_outbox(sql, removed_keys)
         self.erase_log()
 
     def set_hidden(
         self, collection: str, node_ids: Iterable[str], hidden: bool, shared: bool = False
     ) -> set[ChunkKey]:
-        """Hide nodes, or show them again; returns their keys. A hidden node is as if deleted, but its KV stays.
+        """Hide nodes, or show them again; returns their keys. A hidden node cannot be found, but its KV stays.
 
-        shared: delete their KV from the shared store, by its outbox.
+        shared: whether to delete their KV from the shared store, by adding the keys to its outbox.
         """
         old, new = (collection, HIDDEN + collection)[:: 1 if hidden else -1]
         of_node, keys = "WHERE collection = ? AND node_id = ?", set[str]()
         with self.transaction() as sql:
-            for node_id in map(_bound, node_ids):
+            for node_id in map(_text_value, node_ids):
                 keys |= {key for (key,) in sql.execute(f"SELECT key FROM NodeKeys {of_node}", (old, node_id))}
                 for table in ("Nodes", "NodeKeys"):
                     sql.execute(
@@ -198,48 +201,48 @@ class NodeIndex(SqliteFile):
                 tokenizers = f"SELECT collection, node_id, tokenizer FROM Nodes {of_node}"
                 insert = f"INSERT OR REPLACE INTO Entered (collection, node_id, tokenizer) {tokenizers}"
                 sql.execute(insert, (new, node_id))
-            _to_outbox(sql, keys if shared else (), shared=True)
+            _add_to_outbox(sql, keys if shared else (), shared=True)
         return {ChunkKey(key) for key in keys}
 
     def outbox(self, at_most: int = -1, shared: bool = False, after: str = "") -> dict[ChunkKey, int]:
         """Keys without a node whose KV must still be deleted, each with its number.
 
         They are added in the transaction that deletes the node, so that after a kill the next process deletes the KV,
-        which could be turned into text. shared: those in the shared store; after: only keys after that one.
+        which could be turned back into text. shared: those in the shared store; after: only keys after that one.
         """
         rows = self.rows(_TO_DELETE, shared, after, at_most)
         return {ChunkKey(digest): number for digest, number in rows}
 
-    def to_outbox(self, key: ChunkKey) -> None:
-        """Add keys whose node was deleted, except those that another node has."""
+    def add_to_outbox(self, key: ChunkKey) -> None:
+        """Add a key whose node was deleted; `outbox` leaves it out if another node has it."""
         with self.transaction() as sql:
-            _to_outbox(sql, [key.digest])
+            _add_to_outbox(sql, [key.digest])
 
-    def deleted(self, done: Mapping[ChunkKey, int], also_shared: bool = False) -> None:
-        """Remove keys whose KV was deleted; those added again since then stay.
+    def remove_from_outbox(self, done: Mapping[ChunkKey, int], also_shared: bool = False) -> None:
+        """Remove keys whose KV was deleted, given as `outbox` returned them; those added again since then stay.
 
-        also_shared: move them to the shared store's outbox.
+        also_shared: whether to move them to the shared store's outbox.
         """
         with self.transaction() as sql:
             sql.executemany("DELETE FROM Outbox WHERE number = ?", [(number,) for number in done.values()])
             if also_shared:
-                _to_outbox(sql, (key.digest for key in done), shared=True)
+                _add_to_outbox(sql, (key.digest for key in done), shared=True)
         self.erase_log()
 
     # --- registered passages, which are searched for in prompts
 
-    def register(self, collection: str, prints: Mapping[str, Print | None]) -> int:
-        """Set the text of each node id (None: no text), in one transaction; returns how many were new."""
+    def register(self, collection: str, hashes: Mapping[str, PassageHashes | None]) -> int:
+        """Set the text of each node id by its hashes (None: no text), in one transaction; returns how many are new."""
         select = "SELECT proof FROM Passages WHERE collection = ? AND node_id = ?"
         insert = (
             "INSERT INTO Passages (collection, node_id, head, length, whole, proof) VALUES (?, ?, ?, ?, ?, ?)"
         )
         with self.transaction() as sql:
             new = replaced = 0
-            for node_id, found in prints.items():
-                where = (collection, _blob(node_id))
-                before = sql.execute(select, where).fetchone()
-                if before is not None and found is not None and before[0] == found.proof:
+            for node_id, found in hashes.items():
+                where = (collection, _encoded(node_id))
+                old = sql.execute(select, where).fetchone()
+                if old is not None and found is not None and old[0] == found.proof:
                     continue
                 replaced += _unregister(sql, collection, node_id)
                 if found is not None:
@@ -252,81 +255,82 @@ class NodeIndex(SqliteFile):
         return new
 
     def unregister(self, collection: str, node_ids: Iterable[str]) -> int:
-        """Unregister their texts; returns how many there were."""
+        """Remove the texts of these node ids; returns how many had one."""
         with self.transaction() as sql:
             count = sum(_unregister(sql, collection, node_id) for node_id in node_ids)
         self.erase_log()
         return count
 
-    def registered(self, collection: str) -> int:
+    def count_registered(self, collection: str) -> int:
         """Number of registered texts of the collection."""
         return int(self.column("SELECT COUNT(*) FROM Passages WHERE collection = ?", collection)[0])
 
-    def named(self, collection: str, beginning: str) -> list[str]:
-        """Node ids of registered texts with that prefix, in insertion order."""
+    def node_ids_with_prefix(self, collection: str, prefix: str) -> list[str]:
+        """The node ids of registered texts that begin with `prefix`, in insertion order."""
         select = (
             "SELECT node_id FROM Passages WHERE collection = ? AND node_id >= ? AND node_id < ? ORDER BY id"
         )
-        first = _blob(beginning)
+        first = _encoded(prefix)
         return [_id(node_id) for node_id in self.column(select, collection, first, first + b"\xff")]
 
     def registered_since(self, collection: str, row_id: int) -> list[tuple[int, int, int, int]]:
-        """Row id, head, length and whole of all rows with a larger row id, ascending."""
+        """Row id, and the hashes head, length and whole, of all registered texts with a larger row id, ascending."""
         # The plus keeps SQLite from using an index, after which it would have to sort.
         select = "SELECT id, head, length, whole FROM Passages WHERE id > ? AND +collection = ? ORDER BY id"
         rows = self.rows(select, row_id, collection)
         return [(found, head % 2**64, length, whole % 2**64) for found, head, length, whole in rows]
 
-    def claims(self, collection: str, whole: int) -> list[tuple[str, bytes]]:
-        """Node id and proof of every text with that hash, by node id."""
+    def registered_with_hash(self, collection: str, whole: int) -> list[tuple[str, bytes]]:
+        """Node id and proof of every registered text with that hash of the whole, sorted by node id."""
         select = "SELECT node_id, proof FROM Passages WHERE collection = ? AND whole = ? ORDER BY node_id"
         return [(_id(node_id), proof) for node_id, proof in self.rows(select, collection, _signed(whole))]
 
-    def changes(self) -> tuple[int, int, int]:
-        """A change counter: a different value means a change, a different first number another file."""
+    def data_version(self) -> tuple[int, int, int]:
+        """A version: it differs after any change, and its first number after the file was replaced."""
         with self.connection() as sql:
-            others = int(sql.execute("PRAGMA data_version").fetchone()[0])  # counts others' commits
-            return self.generation, others, sql.total_changes
+            data_version = int(sql.execute("PRAGMA data_version").fetchone()[0])  # other processes' commits
+            return self.generation, data_version, sql.total_changes
 
 
 def _unregister(sql: sqlite3.Connection, collection: str, node_id: str) -> int:
     delete = "DELETE FROM Passages WHERE collection = ? AND node_id = ?"
-    return sql.execute(delete, (collection, _blob(node_id))).rowcount
+    return sql.execute(delete, (collection, _encoded(node_id))).rowcount
 
 
-def _blob(node_id: str) -> bytes:
+def _encoded(node_id: str) -> bytes:
     return node_id.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
 
 
-def _bound(node_id: str) -> str | bytes:
-    """The node id for a text column; bytes if it is not UTF-8, which SQLite stores there too and never equal a text."""
+def _text_value(node_id: str) -> str | bytes:
+    """The node id for a text column; as bytes if it is not UTF-8. SQLite stores these too; they never equal a text."""
     try:
         node_id.encode()
     except UnicodeEncodeError:
-        return _blob(node_id)
+        return _encoded(node_id)
     return node_id
 
 
 def _id(found: str | bytes) -> str:
-    """The node id of `_bound` or `_blob`."""
+    """The inverse of `_text_value` and of `_encoded`."""
     return found if isinstance(found, str) else found.decode("utf-8", "surrogatepass")
 
 
 def _where(scope: Scope, node_id: str) -> tuple[str | bytes, ...]:
     """The arguments of _NODE."""
-    return scope.collection, scope.tokenizer, _bound(node_id)
+    return scope.collection, scope.tokenizer, _text_value(node_id)
 
 
 def _signed(key: int) -> int:
+    """A 64-bit hash as SQLite's signed integer."""
     return key - (1 << 64) if key >> 63 else key
 
 
-def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str | bytes, ...]) -> set[str]:
-    dropped = {key for (key,) in sql.execute(f"SELECT key FROM NodeKeys WHERE {where}", arguments)}
+def _remove_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str | bytes, ...]) -> set[str]:
+    removed = {key for (key,) in sql.execute(f"SELECT key FROM NodeKeys WHERE {where}", arguments)}
     sql.execute(f"DELETE FROM NodeKeys WHERE {where}", arguments)
-    return dropped
+    return removed
 
 
-def _to_outbox(sql: sqlite3.Connection, keys: Iterable[str], shared: bool = False) -> None:
+def _add_to_outbox(sql: sqlite3.Connection, keys: Iterable[str], shared: bool = False) -> None:
     insert = "INSERT OR REPLACE INTO Outbox (key, shared) VALUES (?, ?)"
     sql.executemany(insert, [(key, shared) for key in keys])

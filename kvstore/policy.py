@@ -1,7 +1,7 @@
-"""Eviction policies as table rows of pure functions over entries.
+"""Eviction policies, as pure functions over the entries of values.
 
-An `Entry` holds one value's counts and priority. A use, a computation and a ranking each return a new entry; there is
-no state here. `ledger.py` keeps many entries in order.
+An `Entry` holds one value's counts and priority. These functions return a new entry; there is no state here. The
+ledger (`ledger.py`) holds the entries of all values.
 
     used(entry, at)         count a retrieval, hit or miss
     computed(entry, cost)   add a computation to the average cost per token
@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 from ragblend.kvstore.errors import UsageError
 
-# After this many other retrievals one counts half (decision 5). A shorter life follows changing interests, a longer one
-# distinguishes rarely used values better.
+# After this many later retrievals, one counts half (decision 5). A shorter half-life follows changing interests, a
+# longer one distinguishes rarely used values better.
 HALF_LIFE_USES = 4096.0
 
 
 class Entry(NamedTuple):
     """The input of a policy for one value. A tuple, because each use creates three of them.
 
-    used_at: time of the last use, counted in uses (any number that never decreases would do; wall time may). frequency:
-    weighted retrievals at used_at. cost: mean time per token to compute it, in ms, over `computations`.
+    used_at: time of the last use, counted in uses, because wall time may go back. frequency: retrievals, weighted as
+    of used_at. tokens: 0 if unknown. cost: mean time per token to compute it, in ms, over `computations`.
     """
 
     digest: str
@@ -45,9 +45,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class EvictionPolicy:
-    """One row of the table.
+    """An entry of POLICIES.
 
-    priority(entry, clock): the lowest is evicted first; clock is the tier's.
+    priority(entry, clock): the value with the lowest is evicted first; clock is the tier's.
     decays: retrievals lose half their weight in HALF_LIFE_USES, and count also while the value is not stored
     (RAGCache's frequency within a time window); if not, they are counted from the insertion on, with full weight.
     """
@@ -63,16 +63,16 @@ class EvictionPolicy:
 
 
 def used(entry: Entry, at: float, half_life: float | None = None) -> Entry:
-    """The entry after a retrieval at `at`, whether the value is stored or not.
+    """The entry after a retrieval at time `at`, whether the value is stored or not.
 
-    half_life None: earlier retrievals keep their weight. A time before the last use counts as the last use's.
+    half_life None: earlier retrievals keep their weight. If `at` is before the last use, the last use's time counts.
     """
     at = max(at, entry.used_at)
     return joined(entry, entry._replace(used_at=at, frequency=1.0), half_life)
 
 
 def joined(entry: Entry, later: Entry, half_life: float | None = None) -> Entry:
-    """Merge the retrievals counted separately in `later` into `entry`, as if `used` were applied for each."""
+    """Add the retrievals counted in `later` to `entry`, as if `used` had been applied for each of them."""
     at = max(entry.used_at, later.used_at)
     return entry._replace(
         used_at=at, frequency=_decayed(entry, at, half_life) + _decayed(later, at, half_life)
@@ -80,6 +80,7 @@ def joined(entry: Entry, later: Entry, half_life: float | None = None) -> Entry:
 
 
 def _decayed(entry: Entry, at: float, half_life: float | None) -> float:
+    """The weighted retrievals as of time `at`."""
     return (
         entry.frequency if half_life is None else entry.frequency * 2.0 ** ((entry.used_at - at) / half_life)
     )
@@ -137,7 +138,7 @@ class PrefillProfile:
     """prefill_ms[i][j]: milliseconds to compute new_tokens[j] after cached_tokens[i]; `about`: where it was measured.
 
     RAGCache (arXiv 2404.12457) section 5.1: profiled once, then T(cached, new) is found by bilinear interpolation.
-    Raises UsageError for a grid that is none.
+    Raises UsageError for an invalid grid.
     """
 
     about: str
@@ -147,18 +148,18 @@ class PrefillProfile:
 
     def __post_init__(self) -> None:
         for axis in (self.cached_tokens, self.new_tokens):
-            whole = all(type(count) is int and count >= 0 for count in axis)
-            if not whole or len(axis) < 2 or any(low >= high for low, high in pairwise(axis)):
+            are_counts = all(type(count) is int and count >= 0 for count in axis)
+            if not are_counts or len(axis) < 2 or any(low >= high for low, high in pairwise(axis)):
                 raise UsageError(
-                    f"a prefill profile's tokens are two or more whole numbers that rise, not {axis}"
+                    f"a prefill profile's token counts must be two or more ascending whole numbers, not {axis}"
                 )
         if [len(row) for row in self.prefill_ms] != [len(self.new_tokens)] * len(self.cached_tokens):
             raise UsageError(
-                "a prefill profile has a row for each of cached_tokens, a number for each of new_tokens"
+                "a prefill profile must have a row for each of cached_tokens, and in it a number for each of new_tokens"
             )
         for ms in chain.from_iterable(self.prefill_ms):
             if type(ms) not in (int, float) or not 0 <= ms < math.inf:
-                raise UsageError(f"a prefill profile holds {ms!r} where milliseconds are due")
+                raise UsageError(f"a prefill profile must hold milliseconds, not {ms!r}")
 
     @classmethod
     def of(
@@ -170,7 +171,7 @@ class PrefillProfile:
     def ms(self, cached: float, new: float) -> float:
         """Milliseconds to compute `new` tokens after `cached` ones.
 
-        Beyond the grid its outermost cells are extrapolated linearly; clamping would make further tokens ever cheaper.
+        Beyond the grid its outermost cells are extrapolated linearly; clamping would make further tokens free.
         """
         row, down = _cell(self.cached_tokens, cached)
         column, right = _cell(self.new_tokens, new)
@@ -190,7 +191,8 @@ class PrefillProfile:
             axes = {name: tuple(value[name]) for name in ("cached_tokens", "new_tokens")}
             return cls(**value | axes | {"prefill_ms": tuple(map(tuple, value["prefill_ms"]))})
         except (KeyError, TypeError) as error:
-            raise UsageError(f"a prefill profile has {', '.join(cls.__dataclass_fields__)}") from error
+            fields = ", ".join(cls.__dataclass_fields__)
+            raise UsageError(f"a prefill profile must have the fields {fields}") from error
 
 
 def _cell(axis: Sequence[int], value: float) -> tuple[int, float]:

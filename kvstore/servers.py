@@ -18,10 +18,11 @@ from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.places import Place
 
 _CONNECTIONS = 8  # more do not increase the throughput
-_LARGEST_TEXT = 512 << 20  # Redis' `proto-max-bulk-len`; a larger value closes the connection
-_LARGEST_OBJECT = 5 << 30  # limit of a single upload to S3
-_FULL = ("EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "os error 28", "os error 122")
-NO_REDIS = "what answers there is no Redis"
+_MAX_REDIS_BYTES = 512 << 20  # Redis' `proto-max-bulk-len`; a larger value closes the connection
+_MAX_OBJECT_BYTES = 5 << 30  # limit of a single upload to S3
+# Parts of messages of a full or limited server.
+_FULL_MESSAGES = ("EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "os error 28", "os error 122")
+NOT_REDIS = "the server there is not Redis"
 Head = tuple[bytes, int]  # a value's first bytes, and its size
 
 
@@ -45,7 +46,7 @@ class Server(Protocol):
         """Delete these values, existing or not."""
 
     async def check(self) -> None:
-        """Raises if the server does not answer."""
+        """Send a small request. Raises if the server does not answer."""
 
     async def sweep(self) -> int:
         """Delete values older than the place's TTL, if the server does not do so itself; returns how many."""
@@ -78,11 +79,11 @@ class _Redis:
         self._client, self._ttl_s, self._error = redis.Redis.from_pool(pool), place.ttl_s, ResponseError
 
     async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
-        asked = self._client.pipeline(transaction=False)
+        pipeline = self._client.pipeline(transaction=False)
         for name in names:
-            asked.strlen(name)
-            asked.getrange(name, 0, nbytes - 1)
-        answers = await asked.execute(raise_on_error=False)
+            pipeline.strlen(name)
+            pipeline.getrange(name, 0, nbytes - 1)
+        answers = await pipeline.execute(raise_on_error=False)
         return [self._head(*pair) for pair in zip(answers[::2], answers[1::2], strict=True)]
 
     def _head(self, length: Any, content: Any) -> Head | None:
@@ -92,17 +93,17 @@ class _Redis:
             if isinstance(answer, Exception):
                 raise answer
         if not (isinstance(length, int) and isinstance(content, bytes)):
-            raise ConnectionError(NO_REDIS)
+            raise ConnectionError(NOT_REDIS)
         return (content, length) if length else None
 
     async def read(self, name: str, start: int, nbytes: int) -> Any:
         content = await self._client.getrange(name, start, start + nbytes - 1)
         if not isinstance(content, bytes):
-            raise ConnectionError(NO_REDIS)
+            raise ConnectionError(NOT_REDIS)
         return content
 
     async def write(self, name: str, content: bytes) -> None:
-        if len(content) > _LARGEST_TEXT:
+        if len(content) > _MAX_REDIS_BYTES:
             raise Refused
         try:
             await self._client.set(name, content, ex=self._ttl_s)
@@ -131,7 +132,7 @@ class _Objects:
 
         self._ttl, self._namespace, self._error = timedelta(seconds=place.ttl_s), place.namespace, BaseError
         self._folder = Path(place.path) if place.scheme == "file" else None
-        self._local = LocalStore
+        self._local_store_type = LocalStore
         self._store: Any = None
         if self._folder is None:
             limit = timedelta(seconds=place.timeout_s)
@@ -144,27 +145,27 @@ class _Objects:
                 retry_config={"max_retries": 1, "retry_timeout": limit},
             )  # fmt: skip
 
-    async def _opened(self) -> Any:
-        """The store. Raises if a folder is missing: while a share is not mounted, nothing may be written to its mount
-        point, and deletions there must not count.
+    async def _open_store(self) -> Any:
+        """obstore's store. Raises OSError if a folder is missing: while a share is not mounted, nothing may be written
+        to its mount point, and deletions must not seem to succeed.
         """
         if self._folder is not None:
-            await asyncio.to_thread(self._look_at, self._folder)
+            await asyncio.to_thread(self._open_folder, self._folder)
         return self._store
 
-    def _look_at(self, folder: Path) -> None:
+    def _open_folder(self, folder: Path) -> None:
         """Open the folder on first use. Raises OSError if it is missing, or if our folder in it is gone later."""
         ours = folder / self._namespace
         if self._store is not None:
             if not ours.is_dir():
-                raise OSError(f"{ours} is not there any more: mount it again")
+                raise OSError(f"{ours} has disappeared: mount it again")
             return
         with suppress(FileExistsError):
             ours.mkdir(FOLDER_MODE)
-        self._store = self._local(folder)
+        self._store = self._local_store_type(folder)
 
     async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
-        store = await self._opened()
+        store = await self._open_store()
         return list(await asyncio.gather(*(self._peek(store, name, nbytes) for name in names)))
 
     async def _peek(self, store: Any, name: str, nbytes: int) -> Head | None:
@@ -182,22 +183,22 @@ class _Objects:
 
     async def read(self, name: str, start: int, nbytes: int) -> Any:
         try:
-            return await (await self._opened()).get_range_async(name, start=start, length=nbytes)
+            return await (await self._open_store()).get_range_async(name, start=start, length=nbytes)
         except FileNotFoundError:
             return b""
 
     async def write(self, name: str, content: bytes) -> None:
-        if len(content) > _LARGEST_OBJECT:
+        if len(content) > _MAX_OBJECT_BYTES:
             raise Refused
         try:
-            await (await self._opened()).put_async(name, content, use_multipart=False)
+            await (await self._open_store()).put_async(name, content, use_multipart=False)
         except self._error as error:
-            if any(said in str(error) for said in _FULL):
+            if any(part in str(error) for part in _FULL_MESSAGES):
                 raise Refused from error
             raise
 
     async def delete(self, names: Sequence[str]) -> None:
-        store = await self._opened()
+        store = await self._open_store()
         await asyncio.gather(*(self._delete(store, name) for name in names))
 
     async def _delete(self, store: Any, name: str) -> None:
@@ -206,8 +207,8 @@ class _Objects:
         await asyncio.to_thread(self._delete_unfinished, f"{name}#*", math.inf)
 
     def _delete_unfinished(self, pattern: str, before: float) -> None:
-        """Delete what killed writers left in a folder: obstore writes NAME#1 before it renames it, and lists no such
-        name.
+        """Delete what killed writers left in a folder: obstore writes to NAME#1 and then renames it, and does not list
+        such names.
         """
         for path in self._folder.glob(pattern) if self._folder is not None else ():
             with suppress(FileNotFoundError):  # just renamed, or deleted by another machine
@@ -218,11 +219,11 @@ class _Objects:
         await self.peek([f"{self._namespace}/check"], 1)
 
     async def sweep(self) -> int:
-        store, count = await self._opened(), 0
-        long_ago = (datetime.now(UTC) - self._ttl).timestamp()
-        await asyncio.to_thread(self._delete_unfinished, f"{self._namespace}/*/*/*#*", long_ago)
-        async for several in store.list(self._namespace):
-            old = [each["path"] for each in several if datetime.now(UTC) - each["last_modified"] > self._ttl]
+        store, count = await self._open_store(), 0
+        expired_before = (datetime.now(UTC) - self._ttl).timestamp()
+        await asyncio.to_thread(self._delete_unfinished, f"{self._namespace}/*/*/*#*", expired_before)
+        async for batch in store.list(self._namespace):
+            old = [each["path"] for each in batch if datetime.now(UTC) - each["last_modified"] > self._ttl]
             await self.delete(old)
             count += len(old)
         return count

@@ -1,4 +1,4 @@
-"""SqliteFile: opens all our SQLite files, with transactions, detection of damage and named errors. No torch."""
+"""SqliteFile: opens all our SQLite files, with transactions, detection of damage and named errors. Imports no torch."""
 
 import logging
 import sqlite3
@@ -22,7 +22,7 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # UnicodeDecodeError, because SQLite quotes a damaged schema in its message, and Python decodes that strictly.
 SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
 _RETRY_SECONDS = 0.005
-_TEMPORARY_FOLDER = threading.Lock()  # SQLite has one setting for the whole process
+_temporary_folder_lock = threading.Lock()  # SQLite's setting applies to the whole process
 
 
 class DamagedFileError(StoreError):
@@ -35,10 +35,10 @@ def connect(path: Path | str) -> sqlite3.Connection:
 
 
 def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
-    """A connection for reading, and whether it must be opened again for the next use.
+    """A connection for reading, and whether it may be used only once.
 
     A database with a write-ahead log needs a shared memory file, for which a full disk has no room. If the log is
-    empty, the file is then read as immutable, which is correct until another process writes.
+    empty, the database is then opened as immutable, which is correct until another process writes.
     """
     sql = connect(path)
     try:
@@ -51,22 +51,22 @@ def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
         uri = f"{path.absolute().as_uri()}?immutable=1"
         return sqlite3.connect(uri, isolation_level=None, check_same_thread=False, uri=True), True
     except sqlite3.DatabaseError:
-        pass  # a damaged file, as its first use will say
+        pass  # the file is damaged; its first use raises the error
     return sql, False
 
 
-def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
+def enable_write_ahead_log(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
     """Switch to write-ahead logging and secure deletion, waiting for a process that opens the file at that moment.
 
     SQLite itself does not wait here: it upgrades a read lock, where two processes could deadlock.
     """
-    give_up = time.monotonic() + BUSY_SECONDS
+    deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             sql.execute("PRAGMA journal_mode = WAL").fetchall()
             break
         except sqlite3.OperationalError as error:
-            if error_code(error) not in BUSY or time.monotonic() > give_up:
+            if error_code(error) not in BUSY or time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_SECONDS)
     for pragma in (f"synchronous = {synchronous}", "secure_delete = ON"):
@@ -92,7 +92,7 @@ def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
 
 
 def schema_of(sql: sqlite3.Connection) -> dict[str, str]:
-    """The statements of all tables, indexes and triggers, in which SQLite does not detect a flipped bit."""
+    """The SQL of all tables, indexes and triggers by name. SQLite does not detect a flipped bit in them."""
     return dict(sql.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
 
 
@@ -117,7 +117,7 @@ def error_code(error: Exception) -> int:
 def is_damage(error: Exception) -> bool:
     """Whether an exception from SQLite means that the file is damaged.
 
-    For bytes that are no valid text Python's module raises it without a code.
+    Python's module reports text that is not UTF-8 without an error code.
     """
     is_no_text = isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
     return is_no_text or error_code(error) in DAMAGED
@@ -126,14 +126,14 @@ def is_damage(error: Exception) -> bool:
 class SqliteFile(Closing):
     """One SQLite file, created or opened: one connection, shared by the threads of this process.
 
-    The file is checked when it is opened. A damaged one is deleted and rebuilt, not set aside, because it holds text
-    that users may have deleted. Another process may do so too; its new file is then used.
-    Raises StoreError, StoreFormatError for another version.
+    The file is checked when it is opened. A damaged one is deleted and created again, not set aside, because it holds
+    text that users may have deleted. If another process has replaced the file, the new one is used. Raises StoreError,
+    StoreFormatError for another version.
 
     A subclass sets what: the file's name in messages; version: of the tables and their content; tables: the statements
     that create them; remedy: how a rebuilt file is refilled; synchronous: FULL if a commit must survive a power cut,
     NORMAL if only a kill, which costs no fsync; full_text: the table of the word index (FTS5), which can be rebuilt
-    from the others.
+    from the other tables.
     """
 
     what: ClassVar[str]
@@ -148,7 +148,7 @@ class SqliteFile(Closing):
         self._lock = threading.RLock()
         self._sql: sqlite3.Connection | None = None
         self._identity = 0, 0
-        self._closed = self._is_for_once = False
+        self._closed = self._is_single_use = False
         self.generation = 0  # increases when the file is replaced
         with self.connection():
             pass
@@ -162,11 +162,11 @@ class SqliteFile(Closing):
             try:
                 yield self._connected()
             except (OSError, *SQL_ERRORS) as error:
-                raise self._failed(error) from error
+                raise self._named_error(error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing."""
+        """Hold the connection in one transaction, rolled back after an exception."""
         with self.connection() as sql, transaction(sql):
             yield sql
 
@@ -180,26 +180,26 @@ class SqliteFile(Closing):
         return [row[0] for row in self.rows(query, *values)]
 
     def execute(self, query: str, *values: object) -> sqlite3.Cursor:
-        """One statement, all or nothing."""
+        """Run one statement in a transaction."""
         with self.transaction() as sql:
             return sql.execute(query, values)
 
     def erase_log(self) -> bool:
-        """Empty the write-ahead log, which still holds deleted rows; False while other processes read for long."""
+        """Empty the write-ahead log, which still holds deleted rows; False if other processes keep reading it."""
         with self.connection() as sql:
             is_empty = not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if not is_empty:
-            log.warning("%s-wal keeps what was deleted until its other readers are done", self.path)
+            log.warning("%s-wal still holds deleted rows, until other processes stop reading it", self.path)
         return is_empty
 
     def erase(self) -> bool:
-        """Rewrite the file without deleted rows; False while others use it for long, or without room for a copy.
+        """Rewrite the file without deleted rows; False if other processes keep using it, or a copy has no room.
 
         SQLite overwrites a deleted row (`secure_delete`), but not copies in pages where it once moved rows. FTS5 only
         marks deleted rows until the parts of its index are merged.
         """
         folder = str(self.path.parent).replace("'", "''")
-        with _TEMPORARY_FOLDER, self.connection() as sql:
+        with _temporary_folder_lock, self.connection() as sql:
             sql.execute(f"PRAGMA temp_store_directory = '{folder}'")  # for the temporary copy of the file
             try:
                 for statement in (*self._full_text("optimize"), "VACUUM"):
@@ -235,17 +235,18 @@ class SqliteFile(Closing):
         except SQL_ERRORS as error:
             if not is_damage(error):
                 raise
-            self._repair(str(error))
+            self._handle_damage(str(error))
             return self._open()
 
     def _must_reopen(self) -> bool:
-        return self._is_for_once or not is_same_file(self.path, self._identity)
+        """Whether the open connection cannot be used again."""
+        return self._is_single_use or not is_same_file(self.path, self._identity)
 
     def _open(self) -> sqlite3.Connection:
         self._disconnect()
         make_private_file(self.path)  # SQLite gives its logs the mode of the file
         self._identity = identity(self.path.stat())
-        sql, self._is_for_once = connect_to_read(self.path)
+        sql, self._is_single_use = connect_to_read(self.path)
         try:
             self._configure(sql)
             self._prepare(sql)
@@ -262,17 +263,17 @@ class SqliteFile(Closing):
         """Check an existing file, and create the tables of a new one."""
         found = sql.execute("PRAGMA user_version").fetchone()[0]
         if found not in (0, self.version):
-            raise self._other_version(found)
+            raise self._other_version_error(found)
         if problems := integrity(sql, 1):
-            raise damage(problems[0])
-        if not self._is_for_once:
-            write_ahead(sql, self.synchronous)
-        if not found:  # a sound file is only read, because the disk may be full
+            raise damage_error(problems[0])
+        if not self._is_single_use:
+            enable_write_ahead_log(sql, self.synchronous)
+        if not found:  # an existing file is only read, because the disk may be full
             with transaction(sql):
                 if not sql.execute("SELECT 1 FROM sqlite_master").fetchone():
                     self._make_tables(sql)
-        if self._schema(sql) != self._expected():
-            raise damage("its tables are not those that were made")
+        if self._schema(sql) != self._expected_schema():
+            raise damage_error("its tables are not those that this version creates")
 
     def _make_tables(self, sql: sqlite3.Connection) -> None:
         for statement in self.tables:
@@ -281,12 +282,14 @@ class SqliteFile(Closing):
 
     def _schema(self, sql: sqlite3.Connection) -> dict[str, str]:
         """The schema of our own tables; FTS5's internal ones differ between versions."""
-        found, theirs = schema_of(sql), f"{self.full_text}_"
+        internal_prefix = f"{self.full_text}_"
         return {
-            name: made for name, made in found.items() if not (self.full_text and name.startswith(theirs))
+            name: statement
+            for name, statement in schema_of(sql).items()
+            if not (self.full_text and name.startswith(internal_prefix))
         }
 
-    def _expected(self) -> dict[str, str]:
+    def _expected_schema(self) -> dict[str, str]:
         with closing(connect(":memory:")) as sql:
             self._configure(sql)
             self._make_tables(sql)
@@ -299,26 +302,27 @@ class SqliteFile(Closing):
 
     # --- damage and errors
 
-    def _other_version(self, found: int) -> Exception:
+    def _other_version_error(self, found: int) -> Exception:
         return StoreFormatError(
             f"opening the {self.what} {self.path}: expected format {self.version}, found {found}. Remove that file: "
             f"{self.remedy}."
         )
 
-    def _repair(self, why: str) -> None:
+    def _handle_damage(self, why: str) -> None:
         """Delete the damaged file, unless another process has already replaced it."""
         self._disconnect()
         if is_same_file(self.path, self._identity):
             log.warning("the %s %s is damaged and is rebuilt: %s", self.what, self.path, self.remedy)
             discard_database(self.path)
 
-    def _failed(self, error: Exception) -> Exception:
+    def _named_error(self, error: Exception) -> Exception:
         """The named error for an error of SQLite or the file system."""
         if isinstance(error, OSError):
-            said = f"opening the {self.what} {self.path} failed: {error}. Check its owner and permissions."
-            return StoreError(said)
+            return StoreError(
+                f"opening the {self.what} {self.path} failed: {error}. Check its owner and permissions."
+            )
         if is_damage(error):
-            self._repair(str(error))
+            self._handle_damage(str(error))
             return DamagedFileError(f"using {self.path}: it was damaged and is rebuilt.")
         if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
             error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
@@ -337,7 +341,7 @@ class SqliteFile(Closing):
         )
 
 
-def damage(why: str) -> sqlite3.DatabaseError:
+def damage_error(why: str) -> sqlite3.DatabaseError:
     """An error like SQLite's for a damaged file, for damage that it does not detect."""
     error = sqlite3.DatabaseError(why)
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT

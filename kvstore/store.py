@@ -1,4 +1,4 @@
-"""KVStore: stores chunks' KV on disk by key, verifies it at every use, and evicts by policy.
+"""KVStore: stores values (one chunk's KV each) on disk by key, verifies them at every use, and evicts by policy.
 
 The store raises errors only for problems that the caller must handle: no space, no access, another format. Damage is a
 miss. The index says what is stored (`index.py`), the ledger what to evict first (`ledger.py`).
@@ -44,22 +44,24 @@ from ragblend.kvstore.layout import (
 )
 from ragblend.kvstore.ledger import Ledger
 from ragblend.kvstore.lock import WriterLock
-from ragblend.kvstore.memory import MemoryTier, whole
+from ragblend.kvstore.memory import MemoryTier, read_whole
 from ragblend.kvstore.places import Place
 from ragblend.kvstore.policy import Entry, EvictionPolicy, policy_named
 from ragblend.kvstore.remote import Remote
 from ragblend.kvstore.upkeep import GcReport, Problem
 
 log = logging.getLogger(__name__)
-TokenCost = Callable[[int, int], float]  # of (cached, new) tokens: of computing one new token, in any unit
-# At most so many per put beyond those that make room for the put, where a budget was lowered: deleting a file takes a
+# (cached, new) tokens -> the cost of computing one of the new tokens, in any unit.
+TokenCost = Callable[[int, int], float]
+# After the budget was lowered, a put evicts at most this many values more than it needs: deleting a file takes a
 # millisecond or more, for which the caller waits.
 EXTRA_EVICTIONS = 64
-_QUARANTINE_WAIT_S = 2.0  # a reader must not wait for a long put only to clean up
+_QUARANTINE_WAIT_S = 2.0  # a reader must not wait for a long put only to quarantine a value
 
 
 @contextmanager
-def _opening(root: Path) -> Iterator[None]:
+def _open_errors(root: Path) -> Iterator[None]:
+    """Raise StoreError for an OSError of opening the store."""
     try:
         yield
     except OSError as error:
@@ -88,24 +90,24 @@ class KVStore(Closing):
 
         budget_bytes: limit of the values' bytes on the disk (None: a quarter of the free space plus the values). A put
         beyond it evicts at least what it adds, so a lowered budget is reached by several puts, or by `gc` at once;
-        tiers: memory tiers above the disk, the fastest first (see `promote`); policy: a row of POLICIES (None:
+        tiers: memory tiers above the disk, the fastest first (see `promote`); policy: a name in POLICIES (None:
         unchanged, at first DEFAULT_POLICY), which other processes with the store open adopt at their next save;
         cost: see `TokenCost`; remote: URL of a shared store (see `places.Place`). Raises StoreFormatError for a folder
         of another format, StoreLockedError, StoreError, UsageError for an unknown policy.
         """
         eviction = None if policy is None else policy_named(policy)
         store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), eviction)
-        with ExitStack() as opened, _opening(store.root):
+        with ExitStack() as opened, _open_errors(store.root):
             check_format(store.root)  # before anything changes in a folder that is not ours
             make_private_folder(store.root)
             warn_if_on_network(store.root)
-            store._lock = opened.enter_context(WriterLock(store.root / LOCK_NAME, upkeep.TIMEOUT_S))
+            store._lock = opened.enter_context(WriterLock(store.root / LOCK_NAME, upkeep.LOCK_TIMEOUT_S))
             with store._lock.hold():
                 store._index, was_damaged = upkeep.open_index(store.root)
                 opened.enter_context(store._index)
                 store._counters.add(quarantined=int(was_damaged))
                 try:
-                    store._settle()
+                    store._synchronise()
                 except CorruptBlobError as error:
                     store._rebuild(str(error))
             if store.remote is not None:
@@ -126,7 +128,7 @@ class KVStore(Closing):
         policy: EvictionPolicy | None = None,
     ) -> None:
         self.root, self.tiers, self._cost, self._counters = root, tuple(tiers), cost, Counters()
-        self.remote = None if remote is None else Remote(remote, self._content, self.contains)
+        self.remote = None if remote is None else Remote(remote, self._read_file, self.contains)
         self._counted = {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
         if self.remote is not None:
             self._counted[self.remote.name] = self.remote.counters
@@ -134,25 +136,25 @@ class KVStore(Closing):
         self.budget_bytes: int  # `open` sets the following
         self._lock: WriterLock
         self._index: Index
-        self._must_refresh = False  # the ledger, from the index, before values to evict are chosen
+        self._must_refresh = False  # the ledger is refreshed from the index before values to evict are chosen
         self._closed = False
 
-    def _settle(self) -> None:
-        """Synchronise files, index and ledger. The caller holds the lock."""
+    def _synchronise(self) -> None:
+        """Make files, index and ledger agree. The caller holds the lock."""
         rows, lost = upkeep.sweep(self._index)
         self._counters.add(quarantined=lost)
         has_new_policy = self._ledger.load(self._index.ledger(), rows)
-        if orphans := self._ledger.orphans():  # their parent was damaged, say
-            self._remove(self._index, orphans)
+        if orphans := self._ledger.orphans():  # because their parent was damaged, for example
+            self._delete_everywhere(self._index, orphans)
         if has_new_policy:
             self._try_to_save()  # for other processes that have the store open
 
     def _rebuild(self, why: str) -> None:
-        """Replace a damaged index by one of the files that are there. The caller holds the lock."""
+        """Replace a damaged index by a new one of the value files. The caller holds the lock."""
         self._counters.add(quarantined=1)
         self._index.close()
-        self._index = upkeep.rebuilt(self.root, why)
-        self._settle()
+        self._index = upkeep.rebuild_index(self.root, why)
+        self._synchronise()
 
     def close(self) -> None:
         """Save pending counts and close all files. Idempotent. Open readers continue."""
@@ -189,11 +191,11 @@ class KVStore(Closing):
         blob = Blob.of(key, chunk, RAW if chunk.parent is not None else codec)
         stored = self.put_blob(blob, may_store)
         if stored and self.remote is not None and shared and chunk.parent is None:
-            self.remote.offer(key)
+            self.remote.queue_write(key)
         return stored
 
     def put_blob(self, blob: Blob, may_store: Callable[[], bool] | None = None) -> bool:
-        """As `put`, of a packed value, which may come from the shared store; it is not copied there."""
+        """Store a packed value, as `put` does, without copying it to the shared store, from which it may come."""
         digest, tokens = blob.header.key.digest, len(blob.header.token_ids)
         parent = None if blob.header.parent is None else blob.header.parent.digest
         self._check_budget(tokens, blob.nbytes)
@@ -205,22 +207,22 @@ class KVStore(Closing):
                 return False
             file = write_value(self.root, blob)
             try:
-                evicted, unlisted = self._insert(index, digest, Row(file.filename, blob.nbytes, parent))
+                evicted, obsolete_files = self._insert(index, digest, Row(file.filename, blob.nbytes, parent))
             except BaseException:  # also for KeyboardInterrupt: no file may stay without a row
                 if (found := index.get(digest)) is None or found.filename != file.filename:
                     remove_values(self.root, [file.filename])
                 raise
-            self._forget_in_memory([digest])  # this key may have had another value
+            self._delete_memory_copies([digest])  # this key may have had another value
             self._ledger.add(digest, blob.nbytes, cost, parent)
             self._record_evictions(evicted)
-            remove_values(self.root, unlisted)
+            remove_values(self.root, obsolete_files)
             if self._ledger.is_due:
                 self._try_to_save()
         return True
 
     def _insert(self, index: Index, digest: str, row: Row) -> tuple[list[Entry], list[str]]:
-        """Insert a row and evict for it in one transaction; returns the evicted entries, and the names of files that
-        have no row any more.
+        """Insert a row and evict for it in one transaction; returns the evicted entries, and the names of the obsolete
+        files, which have no row any more.
         """
         replaced = index.get(digest)
         grown_bytes = row.nbytes - (0 if replaced is None else replaced.nbytes)
@@ -228,22 +230,23 @@ class KVStore(Closing):
         protected = {digest, row.parent or digest}
         with index.changing():
             index.set(digest, row)
-            evicted, unlisted = self._make_room(
+            evicted, obsolete_files = self._make_room(
                 index, total_bytes - self.budget_bytes, grown_bytes, protected
             )
             total_bytes -= sum(victim.nbytes for victim in evicted)
             has_room = total_bytes <= self.budget_bytes or len(evicted) >= EXTRA_EVICTIONS
+            # Only a tree node can lack room: its parent must stay, and a larger value was refused before.
             if row.parent and grown_bytes > 0 and not has_room:
                 self._must_refresh = True
                 raise StoreFullError(
-                    f"storing {row.nbytes:,} bytes beside the values that they follow, which must stay, takes more "
-                    f"than the budget of the store at {self.root} ({self.budget_bytes:,}). Raise it."
+                    f"storing {row.nbytes:,} bytes of KV together with that of the passages before, which must stay, "
+                    f"takes more than the budget of the store at {self.root} ({self.budget_bytes:,}). Raise it."
                 )
-        return evicted, unlisted if replaced is None else [replaced.filename, *unlisted]
+        return evicted, obsolete_files if replaced is None else [replaced.filename, *obsolete_files]
 
     def _record_evictions(self, victims: Sequence[Entry]) -> None:
         """Update memory tiers, ledger and counts after the rows of these values were deleted."""
-        self._forget_in_memory([victim.digest for victim in victims])
+        self._delete_memory_copies([victim.digest for victim in victims])
         self._ledger.evict(victims)
         self._counters.add(evictions=len(victims))
 
@@ -268,75 +271,77 @@ class KVStore(Closing):
 
         At most EXTRA_EVICTIONS beyond those that free `needed_bytes`, never those in `protected`.
         """
-        evicted, unlisted = list[Entry](), list[str]()
-        if excess_bytes > 0 and self._others_saved(index):
+        evicted, obsolete_files = list[Entry](), list[str]()
+        if excess_bytes > 0 and self._is_ledger_outdated(index):
             self._must_refresh = True
         for _ in range(2):  # a second time if the ledger did not know what other processes put and evicted
             if self._must_refresh:
-                chosen, rows = {victim.digest for victim in evicted}, index.entries()
-                stored = {digest: row for digest, row in rows.items() if digest not in chosen}
-                self._ledger.refresh(self._saved_by_others(index), stored)
+                already_evicted = {victim.digest for victim in evicted}
+                rows = index.entries()
+                stored = {digest: row for digest, row in rows.items() if digest not in already_evicted}
+                self._ledger.refresh(self._newer_ledger(index), stored)
                 self._must_refresh = False
             for victim in self._ledger.victims(excess_bytes, EXTRA_EVICTIONS, needed_bytes, protected):
                 row = index.get(victim.digest)
                 if row is not None and index.delete(victim.digest):
                     evicted.append(victim)
-                    unlisted.append(row.filename)
+                    obsolete_files.append(row.filename)
                     excess_bytes -= victim.nbytes
                     needed_bytes -= victim.nbytes
             if excess_bytes <= 0 or len(evicted) >= EXTRA_EVICTIONS:
                 break
             self._must_refresh = True
-        return evicted, unlisted
+        return evicted, obsolete_files
 
     def delete(
-        self, keys: Collection[ChunkKey], still: Callable[[], Collection[ChunkKey]] | None = None
+        self, keys: Collection[ChunkKey], recheck: Callable[[], Collection[ChunkKey]] | None = None
     ) -> int:
         """Delete every byte of these values and of their descendants in the tree, quarantined copies and counts
         included; returns the bytes freed.
 
-        still: called while no other writer can put anything; returns those of `keys` that must still be deleted. The
-        shared store keeps its copies (see `withdraw`). Raises StoreError if a file stays.
+        recheck: called while no other writer can put anything; returns those of `keys` that must still be deleted. The
+        shared store keeps its copies (see `delete_shared`). Raises StoreError if a file stays.
         """
         with self._changing() as index:
-            self._ledger.refresh(self._saved_by_others(index), index.entries())
-            keys = keys if still is None else still()
+            self._ledger.refresh(self._newer_ledger(index), index.entries())
+            keys = keys if recheck is None else recheck()
             digests = self._ledger.with_descendants([key.digest for key in keys])
-            freed = self._remove(index, digests).bytes
-            self._forget_in_memory(digests)  # again, because a promotion may have been running
+            freed = self._delete_everywhere(index, digests).bytes
+            self._delete_memory_copies(digests)  # again, because a promotion may have been running
             index.erase_log()
             return freed
 
-    def withdraw(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete values from the shared store, if there is one. Raises RemoteError if that is not certain."""
+    def delete_shared(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete values from the shared store, if there is one. Raises RemoteError if that may have failed."""
         if self.remote is not None:
-            self.remote.withdraw(keys)
+            self.remote.delete(keys)
 
     @property
     def shared_at(self) -> str | None:
-        """The shared store that may hold values of this home; None if no process has used one."""
+        """URL of the shared store that may hold values of this home; None if no process has used one."""
         return shared_store_of(self.root)
 
-    def _forget_in_memory(self, digests: Sequence[str]) -> None:
+    def _delete_memory_copies(self, digests: Sequence[str]) -> None:
         """Delete the copies in memory tiers."""
         for tier in self.tiers:
             tier.delete([ChunkKey(digest) for digest in digests])
 
-    def _remove(self, index: Index, digests: Sequence[str]) -> GcReport:
-        """Delete from all tiers. Files before rows: a kill in between leaves only a miss, and no file that could
-        return.
+    def _delete_everywhere(self, index: Index, digests: Sequence[str]) -> GcReport:
+        """Delete values from memory and disk, with their counts.
+
+        Files before rows: a kill in between leaves only a miss, and no file that a rebuilt index could include.
         """
-        self._forget_in_memory(digests)
-        named = {self.root / row.filename for each in digests if (row := index.get(each)) is not None}
+        self._delete_memory_copies(digests)
+        listed = {self.root / row.filename for each in digests if (row := index.get(each)) is not None}
         try:
-            freed = upkeep.remove_files(named.union(*(files_of(self.root, each) for each in digests)))
+            freed = upkeep.remove_files(listed.union(*(files_of(self.root, each) for each in digests)))
         except StoreError:  # rows and counts are deleted anyway; the caller retries the files
-            self._forget(digests)
+            self._delete_rows_and_counts(digests)
             raise
-        self._forget(digests)
+        self._delete_rows_and_counts(digests)
         return freed
 
-    def _forget(self, digests: Sequence[str]) -> None:
+    def _delete_rows_and_counts(self, digests: Sequence[str]) -> None:
         """Delete the counts and rows of values whose files were deleted."""
         self._ledger.forget(digests)
         self._save(digests)
@@ -360,8 +365,8 @@ class KVStore(Closing):
         A value with another key, parent or token ids, or, if they are given, another geometry or start, counts as
         damaged: checksums do not detect a wrong but intact file.
         """
-        # Another process may have deleted it, so the index decides whether the value exists.
         self._ledger.used(key.digest)
+        # Memory alone does not decide whether the value exists: another process may have deleted it from the index.
         for tier in self.tiers if self.tiers and self.contains(key) else ():
             if (held := tier.open_chunk(key, token_ids)) is not None:
                 return held
@@ -369,8 +374,8 @@ class KVStore(Closing):
         self._counters.add(**({"misses": 1} if reader is None else {"hits": 1}))
         return reader
 
-    def _content(self, key: ChunkKey) -> bytes | None:
-        """A value's file, unchecked, for other machines, which verify it themselves."""
+    def _read_file(self, key: ChunkKey) -> bytes | None:
+        """The bytes of a value's file, unverified: other machines verify what they read from the shared store."""
         path = self._path_of(key)
         if path is not None:
             with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb") as file:
@@ -381,7 +386,7 @@ class KVStore(Closing):
         """Ask the kernel to read this value ahead; no error for absent values or old systems."""
         path = self._path_of(key)
         if path is not None:
-            # An OSError if it was evicted meanwhile, say.
+            # OSError: it was evicted meanwhile, for example.
             with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb") as file:
                 system.read_ahead(file.fileno())
 
@@ -393,7 +398,7 @@ class KVStore(Closing):
         start: int | None = None,
         parent: ChunkKey | None = None,
     ) -> None:
-        """Copy a used value to the next faster tier, if there is one; a background task. See `open_chunk`."""
+        """Copy a used value to the next faster tier, if there is one; run in the background. See `open_chunk`."""
         target: MemoryTier | None = None
         source: Source | None = None
         for tier in self.tiers:  # the fastest first
@@ -421,25 +426,26 @@ class KVStore(Closing):
         try:
             self._save()
         except StoreError as error:  # a later save includes it
-            log.log(level, "what was used and counted cannot be saved: %s", error)
+            log.log(level, "counts of uses, hits and misses cannot be saved now: %s", error)
 
-    def _others_saved(self, index: Index) -> bool:
+    def _is_ledger_outdated(self, index: Index) -> bool:
+        """Whether another process has saved the ledger since this one loaded or saved it."""
         return index.ledger_serial() != self._ledger.serial
 
-    def _saved_by_others(self, index: Index) -> bytes:
-        """The saved ledger, if another process saved it since this one did; empty, and not read, if none did."""
-        return index.ledger() if self._others_saved(index) else b""
+    def _newer_ledger(self, index: Index) -> bytes:
+        """The ledger that another process has saved meanwhile; empty, and not read, if none has."""
+        return index.ledger() if self._is_ledger_outdated(index) else b""
 
     def _save(self, deleted: Sequence[str] = ()) -> None:
         """Save the ledger, and delete rows, in one transaction."""
         with self._changing() as index:
-            packed, is_saved = self._ledger.prepare_save(self._saved_by_others(index), index.entries)
+            packed, mark_saved = self._ledger.prepare_save(self._newer_ledger(index), index.entries)
             serial = self._ledger.serial + 1
             with index.changing():
                 for digest in deleted:
                     index.delete(digest)
                 index.set_ledger(packed, serial)
-            is_saved()
+            mark_saved()
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
         """The whole value, every layer verified, in new memory; None is a miss."""
@@ -448,7 +454,7 @@ class KVStore(Closing):
             return None
         with reader:
             try:
-                return whole(reader)
+                return read_whole(reader)
             except CorruptBlobError:
                 return None
 
@@ -465,10 +471,12 @@ class KVStore(Closing):
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
-                damaged = partial(on_damage, key, path)
-                return open_verified(path, key, token_ids, damaged, geometry, start, parent)
+                on_damaged_layer = partial(on_damage, key, path)
+                return open_verified(path, key, token_ids, on_damaged_layer, geometry, start, parent)
             except FileNotFoundError:
-                if path == missing:  # twice the same row: it was not evicted or replaced meanwhile
+                if (
+                    path == missing
+                ):  # the row has not changed, so the value was not evicted or replaced meanwhile
                     self._quarantine(key, path, "the index names a file that is not there")
                     return None
                 missing = path
@@ -502,18 +510,23 @@ class KVStore(Closing):
         self._quarantine(key, path, what)
 
     def _quarantine(self, key: ChunkKey, path: Path | None, why: str) -> None:
-        """Quarantine the value of `key`, if its row still refers to `path`. path None: rebuild the index if it is
-        damaged.
+        """Quarantine the value of `key`, if its row still refers to `path`.
+
+        path None: the row could not be read. Reading it again lets `_changing` rebuild a damaged index.
         """
         try:
             with self._changing(_QUARANTINE_WAIT_S) as index:
                 row = index.get(key.digest)
                 if path is None or row is None or self.root / row.filename != path:
                     return  # evicted, replaced or rebuilt meanwhile
-                upkeep.refuse(index, [key.digest])
+                upkeep.quarantine(index, [key.digest])
                 self._ledger.forget([key.digest])
         except (StoreError, OSError) as error:
-            log.warning("damaged KV of chunk %s stays until it is read again: %s", key.digest[:12], error)
+            log.warning(
+                "damaged KV of chunk %s cannot be quarantined now, only when it is read again: %s",
+                key.digest[:12],
+                error,
+            )
             return
         self._counters.add(quarantined=1)
         log.warning("KV of chunk %s is in quarantine and will be encoded again: %s", key.digest[:12], why)
@@ -521,7 +534,7 @@ class KVStore(Closing):
     # --- maintenance
 
     def keys(self) -> Iterator[ChunkKey]:
-        """A snapshot of the keys, oldest first."""
+        """A snapshot of the keys, in the order in which they were stored."""
         return map(ChunkKey, self._live_index().entries())
 
     def sizes(self) -> dict[ChunkKey, int]:
@@ -530,7 +543,7 @@ class KVStore(Closing):
 
     def check(self) -> list[Problem]:
         """All problems of the store, found by reading all of it; changes nothing."""
-        with self._changing() as index:  # only for the listing, which must not see half a put
+        with self._changing() as index:  # held only while listing, which must not see an unfinished put
             try:
                 files, rows = list(value_files(self.root)), index.entries()
             except CorruptBlobError as error:
@@ -542,13 +555,13 @@ class KVStore(Closing):
         problems = self.check()
         with self._changing() as index:
             bad = {each.key.digest for each in problems if each.key and each.kind not in upkeep.HARMLESS}
-            upkeep.refuse(index, bad)
+            upkeep.quarantine(index, bad)
             self._counters.add(quarantined=len(bad))
-            damaged = [each.message for each in problems if each.kind == "index"]
-            if damaged:
-                self._rebuild(damaged[0])
+            index_problems = [each.message for each in problems if each.kind == "index"]
+            if index_problems:
+                self._rebuild(index_problems[0])
             else:
-                self._settle()
+                self._synchronise()
         return problems
 
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
@@ -557,17 +570,17 @@ class KVStore(Closing):
         """
         with self._changing() as index:
             rows = index.entries()
-            self._ledger.refresh(self._saved_by_others(index), rows)
+            self._ledger.refresh(self._newer_ledger(index), rows)
             unwanted = self._ledger.orphans()
             if keep is not None:
                 kept = {key.digest for key in keep}
                 unwanted += self._ledger.with_descendants([digest for digest in rows if digest not in kept])
                 self._ledger.keep_only(kept)
-            report = self._remove(index, unwanted) + upkeep.remove_leftovers(index)
+            report = self._delete_everywhere(index, unwanted) + upkeep.remove_leftovers(index)
             index.erase_log()
         while (evicted := self._evict_some()).files:
             report += evicted
-        for tier in self.tiers:
+        for tier in self.tiers:  # copies of values that another process has deleted
             tier.delete(list(filterfalse(self.contains, tier.keys())))
         return report
 
@@ -578,9 +591,9 @@ class KVStore(Closing):
             if excess_bytes <= 0:
                 return GcReport(0, 0)
             with index.changing():
-                evicted, unlisted = self._make_room(index, excess_bytes)
+                evicted, obsolete_files = self._make_room(index, excess_bytes)
             self._record_evictions(evicted)
-            remove_values(self.root, unlisted)
+            remove_values(self.root, obsolete_files)
             return GcReport(len(evicted), sum(victim.nbytes for victim in evicted))
 
     @property
@@ -589,7 +602,7 @@ class KVStore(Closing):
         return self.budget_bytes - self._live_index().totals[1]
 
     def unstored_request_counts(self) -> dict[str, float]:
-        """How often values that are not stored were requested, by digest, as far as that is remembered."""
+        """How often values that are not stored were requested, by digest, as far as remembered."""
         return self._ledger.unstored_request_counts()
 
     def most_requested(self, count: int) -> list[ChunkKey]:
@@ -602,11 +615,11 @@ class KVStore(Closing):
 
     @property
     def policy(self) -> str:
-        """The disk's eviction policy: a row of POLICIES."""
+        """The name of the disk's eviction policy, in POLICIES."""
         return self._ledger.policy.name
 
     def stats(self) -> StoreStats:
-        """Entries and bytes of the store, and this process's hits and misses over all tiers."""
+        """Entries and bytes on the disk, and this process's hits and misses over all tiers."""
         disk, shared = self._disk_stats(), 0 if self.remote is None else self.remote.counters.counts.hits
         hits = disk.hits + shared + sum(tier.stats().hits for tier in self.tiers)
         return replace(disk, hits=hits, misses=max(0, disk.misses - shared))
@@ -634,7 +647,10 @@ class KVStore(Closing):
 
     @contextmanager
     def _changing(self, timeout_s: float | None = None) -> Iterator[Index]:
-        """Hold the right to change the store, over all threads and processes; OSError becomes StoreError."""
+        """Hold the writer lock, and yield the index, opened again if another process has rebuilt it.
+
+        OSError becomes StoreError; for a damaged index StoreError is raised after rebuilding it.
+        """
         self._live_index()
         try:
             with self._lock.hold(timeout_s):
@@ -643,7 +659,7 @@ class KVStore(Closing):
                 if not self._live_index().is_in_place():  # another process rebuilt it, because it was damaged
                     self._index.close()
                     self._index, _ = upkeep.open_index(self.root)
-                    self._settle()
+                    self._synchronise()
                 index = self._live_index()
                 try:
                     yield index

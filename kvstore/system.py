@@ -1,7 +1,7 @@
-"""System calls of the store that systems have by different names: opening, locking, reading at an offset, hints.
+"""System calls of the store that differ between operating systems: opening, locking, reading at an offset, hints.
 
-Each is chosen by what the system has. Windows locks single bytes, has one position for all readers of a descriptor, and
-neither deletes nor replaces a file that is open.
+Each function uses what the system has. Windows locks single bytes, has one position for all readers of a descriptor,
+and neither deletes nor replaces a file that is open.
 """
 
 import errno
@@ -18,24 +18,24 @@ try:
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
-# Whether a file's mode decides who may read it. On Windows the access list of the folder does.
+# Whether a file's mode decides who may read it. On Windows the folder's access list decides.
 HAS_MODES = hasattr(os, "geteuid")
-SHARING_VIOLATION, ACCESS_DENIED = 32, 5  # Windows' errors for a file that is open: deleted, and replaced
-REPLACE_S = 5.0  # how long to wait until nobody has it open
+SHARING_VIOLATION, ACCESS_DENIED = 32, 5  # Windows' errors for deleting, and for replacing, an open file
+REPLACE_TIMEOUT_S = 5.0  # for a file that is open
 _RETRY_S = 0.01
 _IOV_MAX = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 1
-_WITHOUT_WAITING = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_NO_LINKS_NO_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
-_LOCKED_BYTE = 1 << 30  # behind all content, because nobody else can read a byte that Windows locks
-_positions = tuple(threading.Lock() for _ in range(64))
-_CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # not supported there: just write
+_LOCKED_BYTE = 1 << 30  # beyond the content, because other processes cannot read a byte that Windows locks
+_position_locks = tuple(threading.Lock() for _ in range(64))
+_CANNOT_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # the file system does not support it
 
 
 def open_existing(path: Path, writable: bool = False) -> int:
     """Open an existing file; does not follow links or wait for a FIFO's writer. Raises OSError."""
     if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
-    return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _WITHOUT_WAITING | _BINARY)
+    return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _NO_LINKS_NO_WAIT | _BINARY)
 
 
 def create_private(path: Path, mode: int) -> int:
@@ -62,8 +62,8 @@ def sync_folder(path: Path) -> None:
 
 
 def replace(source: Path, target: Path | str) -> None:
-    """Rename to `target`, which is replaced; on Windows wait until nobody has it open. Raises OSError."""
-    deadline = time.monotonic() + REPLACE_S
+    """Rename to `target`, which is replaced; on Windows wait until no process has it open. Raises OSError."""
+    deadline = time.monotonic() + REPLACE_TIMEOUT_S
     while True:
         try:
             os.replace(source, target)
@@ -81,7 +81,7 @@ def reserve(fd: int, nbytes: int) -> None:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
-            if error.errno not in _CANNOT_ALLOCATE:
+            if error.errno not in _CANNOT_RESERVE:
                 raise
 
 
@@ -109,7 +109,7 @@ def drop_pages(fd: int) -> None:
 
 
 def read_into(fd: int, buffers: Sequence[Any], offset: int) -> int:
-    """Fill `buffers` in order from `offset`; bytes read, fewer only at the end of the file."""
+    """Fill `buffers` in order from `offset`; returns the bytes read, fewer only at the end of the file."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     first, total = 0, 0
     while first < len(views):
@@ -140,8 +140,8 @@ def _read_some(fd: int, views: Sequence[memoryview], offset: int) -> int:
 
 @contextmanager
 def _position(fd: int, offset: int) -> Iterator[None]:
-    """Move the descriptor's only position; other threads wait meanwhile."""
-    with _positions[fd % len(_positions)]:
+    """Set the descriptor's position, which its threads share; other threads wait meanwhile."""
+    with _position_locks[fd % len(_position_locks)]:
         os.lseek(fd, offset, os.SEEK_SET)
         yield
 

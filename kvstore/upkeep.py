@@ -1,6 +1,6 @@
 """Maintenance of a whole store, for check, gc and open.
 
-All but `check_files` needs the writer lock: only then is a file without a row certainly a leftover.
+All functions except `check_files` need the writer lock: only then is a file without a row certainly a leftover.
 """
 
 import errno
@@ -21,8 +21,8 @@ from ragblend.kvstore.memory import layers_of
 from ragblend.kvstore.system import HAS_MODES, sync_folder
 
 log = logging.getLogger(__name__)
-TIMEOUT_S = 30.0
-_REBUILT = "the KV index at %s is rebuilt from the values that are there: %s"
+LOCK_TIMEOUT_S = 30.0  # of the writer lock, and of SQLite's
+_REBUILT = "the KV index at %s is rebuilt from the stored values: %s"
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ def check_files(index: Index, files: list[ValueFile], rows: Mapping[str, Row]) -
     """All problems in a snapshot of files and rows; reads every byte of every value."""
     for line in index.integrity():
         yield Problem("index", None, index.path, line)
-    by_name = {file.filename for file in files}
+    filenames = {file.filename for file in files}
     for digest, row in rows.items():
-        yield from _check_value(index.root / row.filename, ChunkKey(digest), row.filename in by_name)
-    named = {row.filename for row in rows.values()}
+        yield from _check_value(index.root / row.filename, ChunkKey(digest), row.filename in filenames)
+    listed = {row.filename for row in rows.values()}
     for file in files:
-        yield from _check_file(index.root / file.filename, file, file.filename in named)
+        yield from _check_file(index.root / file.filename, file, file.filename in listed)
 
 
-def _check_value(path: Path, key: ChunkKey, is_there: bool) -> Iterator[Problem]:
-    if not is_there:
+def _check_value(path: Path, key: ChunkKey, exists: bool) -> Iterator[Problem]:
+    if not exists:
         yield Problem("missing-file", key, path, "the index names a file that is not there")
         return
     try:
@@ -86,16 +86,16 @@ def _check_value(path: Path, key: ChunkKey, is_there: bool) -> Iterator[Problem]
 def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]:
     key = ChunkKey(file.digest) if file.digest else None
     if key is None:
-        yield Problem("foreign-file", None, path, "this store gives no such name; gc leaves it")
+        yield Problem("foreign-file", None, path, "the store does not use such names; gc leaves it")
     elif file.is_temporary:
         yield Problem("temporary-file", key, path, "left by an interrupted put; gc removes it")
     elif not has_row:
-        yield Problem("orphan-file", key, path, "no row names this file; gc removes it")
+        yield Problem("orphan-file", key, path, "the index has no row for this file; gc removes it")
     if HAS_MODES and file.mode & 0o077:
         yield Problem("open-to-others", key, path, f"mode {file.mode:o}, expected 600")
 
 
-def refuse(index: Index, digests: Collection[str]) -> None:
+def quarantine(index: Index, digests: Collection[str]) -> None:
     """Quarantine values: move their files, and delete their rows."""
     for digest in digests:
         with suppress(OSError):  # the file is then an orphan, which the next open deletes
@@ -107,11 +107,11 @@ def refuse(index: Index, digests: Collection[str]) -> None:
 
 def remove_leftovers(index: Index) -> GcReport:
     """Delete files without a row (temporary ones included) and the quarantine."""
-    root, named = index.root, {row.filename for row in index.entries().values()}
+    root, listed = index.root, {row.filename for row in index.entries().values()}
     orphans = [
         root / file.filename
         for file in layout.value_files(root)
-        if file.digest and file.filename not in named
+        if file.digest and file.filename not in listed
     ]
     return remove_files([*orphans, *layout.quarantine_folder(root).iterdir()])
 
@@ -145,16 +145,16 @@ def open_index(root: Path) -> tuple[Index, bool]:
     """The index, and whether it was damaged and has been rebuilt from the values. Raises StoreError."""
     layout.prepare(root)
     try:
-        index = Index(root, TIMEOUT_S)
+        index = Index(root, LOCK_TIMEOUT_S)
         try:
             if not index.totals[0] and _has_values(root):  # a process was killed before its first commit
-                log.warning(_REBUILT, root, "the values have yet to be entered")
-                _enter_values(index)  # other processes may have the index open
+                log.warning(_REBUILT, root, "it has no rows yet")
+                _insert_rows(index)  # the file is not replaced, because other processes may have it open
         except BaseException:
             index.close()
             raise
     except CorruptBlobError as error:
-        return rebuilt(root, str(error)), _has_values(root)
+        return rebuild_index(root, str(error)), _has_values(root)
     return index, False
 
 
@@ -162,25 +162,26 @@ def _has_values(root: Path) -> bool:
     return any(file.digest and not file.is_temporary for file in layout.value_files(root))
 
 
-def rebuilt(root: Path, why: str) -> Index:
+def rebuild_index(root: Path, why: str) -> Index:
     """Rebuild the index from the value files, in one transaction; after a kill the next open starts again.
 
-    Reads only headers, because layers are verified at every use. A deleted value cannot return this way, because delete
-    unlinks the file before the row.
+    Reads only headers, because layers are verified at every use. A deleted value cannot return this way, because
+    deleting removes the file before the row.
     """
     log.warning(_REBUILT, root, why)
     layout.remove_index(root)
     layout.prepare(root)
-    index = Index(root, TIMEOUT_S)
+    index = Index(root, LOCK_TIMEOUT_S)
     try:
-        _enter_values(index)
+        _insert_rows(index)
     except BaseException:
         index.close()
         raise
     return index
 
 
-def _enter_values(index: Index) -> None:
+def _insert_rows(index: Index) -> None:
+    """Insert a row for every usable value file, in one transaction."""
     with index.changing():
         for file in layout.value_files(index.root):
             if (row := _row_of(index.root, file)) is not None and file.digest is not None:
@@ -197,24 +198,24 @@ def _row_of(root: Path, file: ValueFile) -> Row | None:
             return Row(file.filename, file.nbytes, None if parent is None else parent.digest)
     except (CorruptBlobError, FileNotFoundError):
         return None
-    except OSError as error:  # files without a row are swept
+    except OSError as error:
         if error.errno == errno.EIO:
-            return Row(file.filename, file.nbytes)  # it may be readable later: its use decides
+            return Row(file.filename, file.nbytes)  # it may be readable when it is used
         if error.errno not in DAMAGE:
-            raise
+            raise  # without a row `sweep` would delete the file
         return None
 
 
 def sweep(index: Index) -> tuple[dict[str, Row], int]:
     """Delete leftovers of killed writers, and rows without a file. Returns the rows, and how many had no file."""
     rows = index.entries()
-    named, there = {row.filename for row in rows.values()}, set[str]()
+    listed, existing = {row.filename for row in rows.values()}, set[str]()
     for filename in layout.value_names(index.root):
-        if filename in named:
-            there.add(filename)
+        if filename in listed:
+            existing.add(filename)
         elif layout.digest_in(filename) is not None:
             discard(index.root / filename)
-    lost = [digest for digest, row in rows.items() if row.filename not in there]
+    lost = [digest for digest, row in rows.items() if row.filename not in existing]
     if lost:
-        refuse(index, lost)
-    return {digest: row for digest, row in rows.items() if row.filename in there}, len(lost)
+        quarantine(index, lost)
+    return {digest: row for digest, row in rows.items() if row.filename in existing}, len(lost)

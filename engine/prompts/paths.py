@@ -22,7 +22,7 @@ from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import Cancelled, CorruptBlobError, StoreFullError
 from ragblend.kvstore.fingerprint import node_key
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.memory import whole
+from ragblend.kvstore.memory import read_whole
 from ragblend.kvstore.tree import Node, match
 
 # The longest text between two chunks of a path: a separator, or a heading. Longer text may be a user's own words, as
@@ -131,7 +131,7 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
             for source in match(store.open_chunk, [place for place, _ in stored], runtime.decoder.geometry):
                 with source:
-                    encoder.extend_prefix(whole(source))
+                    encoder.extend_prefix(read_whole(source))
             if encoder.start != node.start:
                 raise Cancelled("the parent of the node was deleted")
             kv = encoder.encode(node.token_ids, CallbackCancel(turn.should_stop))

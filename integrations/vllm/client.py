@@ -100,7 +100,7 @@ class ServerNodeEncoder(NodeEncoder):
         with runtime.store_lock:
             if runtime.nodes.has(self._scope, node_id, key):
                 return False
-            runtime.nodes.to_outbox(key)
+            runtime.nodes.add_to_outbox(key)
         self._delete_orphaned_kv()
         return True
 

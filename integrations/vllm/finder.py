@@ -77,13 +77,13 @@ class PassageFinder:
 
     def _refresh(self) -> None:
         """Index passages that any process has entered since. Deleted ones are detected when they are found."""
-        version = self._nodes.changes()
+        version = self._nodes.data_version()
         if version == self._version:
             return
         if self._room < 0 or (self._version and version[0] != self._version[0]):
             self._clear()
         self._version, is_first = version, self._last_entry is None
-        self._last_entry, new = self._nodes.entered(self._scope, self._last_entry)
+        self._last_entry, new = self._nodes.changed_since(self._scope, self._last_entry)
         self._room += 1000 + len(new) if is_first else -len(new)
         entered = [(name, _core(ids)) for name in new if (ids := self._nodes.get(self._scope, name))]
         entered = [(name, core) for name, core in entered if len(core) >= MIN_TEXT_CHARS]

@@ -149,7 +149,7 @@ def test_on_a_slow_network_only_what_arrives_in_time_is_requested(redis, fresh_b
         here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=1&retry_s=0.01")
         back = threading.Event()
         assert_computed_in_place(here, make_prompt(long[:3]))
-        remote_of(here).when_back(back.set)
+        remote_of(here).call_when_available(back.set)
         assert back.wait(60)  # it answers, slowly
         assert_computed_in_place(here, make_prompt(long[3:]))
 
@@ -263,7 +263,7 @@ def test_a_deletion_is_finished_when_the_shared_store_answers_again(redis, line,
     assert here.engine.runtime.store.stats().entries == 1  # here they are gone
     assert len(here.engine.runtime.nodes.outbox(shared=True)) == 3 and len(names.names()) == 4
     back = threading.Event()
-    remote_of(here).when_back(back.set)
+    remote_of(here).call_when_available(back.set)
     line.mend()
     assert back.wait(60) and here.engine.finish_background()
     assert len(names.names()) == 1 and here.engine.runtime.nodes.outbox(shared=True) == {}
@@ -306,12 +306,14 @@ def test_deletions_owed_only_to_the_shared_store_are_not_repeated_here(fresh_ben
     engine = fresh_bench_for(remote=f"redis://127.0.0.1:{free_port()}/0?retry_s=600").engine
     engine.encode(TEXTS[:3], node_ids=["a", "b", "c"])
     deleted, called = [], []
-    delete, when_back = engine.store.delete, engine.store.remote.when_back
+    delete, call_when_available = engine.store.delete, engine.store.remote.call_when_available
     monkeypatch.setattr(
         engine.store, "delete", lambda keys, still: (deleted.append(len(keys)), delete(keys, still))[1]
     )
     monkeypatch.setattr(
-        engine.store.remote, "when_back", lambda call, name: (called.append(name), when_back(call, name))
+        engine.store.remote,
+        "call_when_available",
+        lambda call, name: (called.append(name), call_when_available(call, name)),
     )
     engine.forget(["a", "b"])
     for number in range(3):
@@ -329,19 +331,19 @@ def test_deletions_owed_only_to_the_shared_store_are_not_repeated_here(fresh_ben
 def test_a_deletion_holds_no_lock_while_it_waits_for_the_shared_store(redis, fresh_bench_for, monkeypatch):
     engine, passed = fresh_bench_for(remote=redis.url() + PATIENT).engine, threading.Event()
     engine.encode(TEXTS[:1], node_ids=["a"])
-    withdraw = engine.store.withdraw
+    delete_shared = engine.store.delete_shared
 
     def question() -> None:
         with engine.runtime.store_lock:
             passed.set()
 
-    def withdrawing(keys) -> None:
+    def deleting(keys) -> None:
         asking = started(question)
         assert passed.wait(SOON_S)
         asking.join()
-        withdraw(keys)
+        delete_shared(keys)
 
-    monkeypatch.setattr(engine.store, "withdraw", withdrawing)
+    monkeypatch.setattr(engine.store, "delete_shared", deleting)
     assert engine.forget(["a"]) > 0 and engine.runtime.nodes.outbox(shared=True) == {}
 
 

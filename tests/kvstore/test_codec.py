@@ -9,7 +9,7 @@ from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import CODECS, RAW
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.memory import MemoryTier, PackedChunk, whole
+from ragblend.kvstore.memory import MemoryTier, PackedChunk, read_whole
 from ragblend.kvstore.store import KVStore
 
 INT8, INT4 = CODECS["int8"], CODECS["int4"]
@@ -83,7 +83,7 @@ def test_int4_packs_unrotated_keys(root):
         store.put(KEY, turned, INT4)
         with store.open_chunk(KEY, chunk.token_ids) as reader:
             assert reader.unrotated and not reader.is_exact
-            assert torch.equal(whole(reader).keys[0], through(INT4, chunk)[0])
+            assert torch.equal(read_whole(reader).keys[0], through(INT4, chunk)[0])
 
 
 def with_a_large_number(chunk):

@@ -14,7 +14,7 @@ from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
 from ragblend.kvstore.index import BytesOnly, Index
 from ragblend.kvstore.layout import write_value
-from ragblend.kvstore.memory import MemoryTier, whole
+from ragblend.kvstore.memory import MemoryTier, read_whole
 from ragblend.kvstore.store import KVStore
 
 
@@ -229,7 +229,7 @@ def test_kv_of_another_geometry_or_start_is_damage(open_store, root, sample, sam
             assert not store.contains(key) and not memory.keys()
         store.put(key, chunk)
         with store.open_chunk(key, chunk.token_ids, chunk.geometry, chunk.start) as reader:
-            assert same(whole(reader), chunk)
+            assert same(read_whole(reader), chunk)
 
 
 def test_too_many_open_files_are_a_miss_and_no_damage(store, sample, same, monkeypatch):

@@ -137,7 +137,7 @@ def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
 
 
 def test_a_locked_index_is_reported(open_store, sample, root, monkeypatch):
-    monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.05)
+    monkeypatch.setattr("ragblend.kvstore.upkeep.LOCK_TIMEOUT_S", 0.05)
     store = open_store()
     other = sqlite3.connect(root / "index/cache.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

@@ -262,8 +262,8 @@ def test_without_a_ledger_values_are_ranked_in_insertion_order(root, sample, row
         assert digests(store) == {sample(seed)[0].digest for seed in (0, 1, 3)}
 
 
-def in_memory(remembered=3):
-    return ledger.Ledger({}, POLICIES["pgdsf"], remembered=remembered)
+def in_memory(max_remembered=3):
+    return ledger.Ledger({}, POLICIES["pgdsf"], max_remembered=max_remembered)
 
 
 def digest_of(number):
@@ -310,8 +310,8 @@ def test_requests_for_values_never_stored_are_bounded_and_not_saved():
         uses.used(digest_of(number))
     found = {digest_of(2): 1.0, digest_of(0): pytest.approx(2.0, abs=0.01), digest_of(3): 1.0}
     assert uses.unstored_request_counts() == found
-    packed, is_saved = uses.prepare_save(b"", dict)
-    is_saved()
+    packed, mark_saved = uses.prepare_save(b"", dict)
+    mark_saved()
     assert uses.unstored_request_counts() == found
     again = in_memory()
     again.load(packed, {})

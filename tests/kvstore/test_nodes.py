@@ -126,7 +126,7 @@ def test_the_index_equals_a_model_in_memory(path, quick_disk, seed):
             begun = nodes.outbox(at_most=2), {each: model.outbox[each] for each in nodes.outbox(at_most=2)}
         elif action == "end" and begun is not None:
             also_shared = chance.random() < 0.5
-            nodes.deleted(begun[0], also_shared)
+            nodes.remove_from_outbox(begun[0], also_shared)
             model.deleted(begun[1], also_shared)
             begun = None
         elif action == "reopen":
@@ -140,7 +140,7 @@ def test_the_index_equals_a_model_in_memory(path, quick_disk, seed):
         owns = model.visible.get((scope, node_id), ((), ()))[1]
         assert nodes.has(scope, node_id, own_key or key(9)) == (own_key in owns)
         if chance.random() < 0.3:
-            first, (seen[scope], entered) = seen[scope], nodes.entered(scope, seen[scope])
+            first, (seen[scope], entered) = seen[scope], nodes.changed_since(scope, seen[scope])
             assert set(entered) == (set(nodes.node_ids(scope)) if first is None else model.changed[scope])
             model.changed[scope].clear()
     nodes.close()
@@ -164,7 +164,7 @@ def test_deleted_nodes_leave_no_bytes_on_disk(nodes, path):
 
     assert len(set(holding())) >= 1
     nodes.delete("papers", ["secret-node"])
-    nodes.deleted(nodes.outbox())
+    nodes.remove_from_outbox(nodes.outbox())
     assert holding() == []
     assert nodes.get(SCOPE, "kept") == (1, 2)
 

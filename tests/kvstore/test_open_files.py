@@ -8,7 +8,7 @@ from windows.hidden.open_files import refusing
 from ragblend.kvstore import system
 from ragblend.kvstore.errors import CorruptBlobError
 from ragblend.kvstore.files import replace_durably
-from ragblend.kvstore.memory import whole
+from ragblend.kvstore.memory import read_whole
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def test_a_deleted_value_goes_with_its_last_reader(store, sample, same, held_any
         with store.open_chunk(key, chunk.token_ids) as first:
             assert store.delete([key]) > 0
             assert not store.contains(key) and store.get(key, chunk.token_ids) is None
-            assert same(whole(first), chunk)
+            assert same(read_whole(first), chunk)
         assert [path.suffix for path in held_anywhere(key.digest)] == [".kv"], "the second still reads it"
-        assert same(whole(second), chunk)
+        assert same(read_whole(second), chunk)
     assert held_anywhere(key.digest) == [] and store.check() == []
 
 
@@ -61,7 +61,7 @@ def test_a_damaged_value_goes_with_its_reader(store, sample, value_path):
     path = value_path(key)
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with store.open_chunk(key, chunk.token_ids) as reader, pytest.raises(CorruptBlobError):
-        whole(reader)
+        read_whole(reader)
     assert not path.exists() and not store.contains(key)
 
 
@@ -77,7 +77,7 @@ def test_replacing_waits_until_nobody_reads(tmp_path, monkeypatch):
 def test_replacing_what_stays_open_fails_and_changes_nothing(tmp_path, monkeypatch):
     path = tmp_path / "settings.toml"
     path.write_text("old")
-    monkeypatch.setattr(system, "REPLACE_S", 0.0)
+    monkeypatch.setattr(system, "REPLACE_TIMEOUT_S", 0.0)
     with path.open(), pytest.raises(PermissionError):
         replace_durably(path, "new")
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("settings.toml", "old")]

@@ -23,7 +23,7 @@ from ragblend.kvstore.codec import CODECS, RAW
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, UsageError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
-from ragblend.kvstore.memory import whole
+from ragblend.kvstore.memory import read_whole
 from ragblend.kvstore.places import Place, safe_message
 from ragblend.kvstore.remote import Remote, Wanted, name_at
 from ragblend.kvstore.servers import _Redis
@@ -70,7 +70,7 @@ def put(store, *samples, codec=RAW):
 
 
 def test_values_of_one_machine_are_read_and_stored_by_another(shared, open_at, sample, same, monkeypatch):
-    monkeypatch.setattr(remote_module, "PEEK_S", 60)
+    monkeypatch.setattr(remote_module, "MAX_LOOKUP_S", 60)
     one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
     samples = [sample(seed, tokens=3 + seed) for seed in range(4)]
     put(one, *samples)
@@ -78,7 +78,7 @@ def test_values_of_one_machine_are_read_and_stored_by_another(shared, open_at, s
     found = other.remote.find([wanted(*each) for each in samples])
     for key, chunk in samples:
         with found[key] as reader:
-            assert reader.tier == "remote" and same(whole(reader), chunk)
+            assert reader.tier == "remote" and same(read_whole(reader), chunk)
             assert other.put_blob(reader.blob)
         assert same(other.get(key, chunk.token_ids), chunk)
     stats = other.remote.stats()
@@ -110,7 +110,7 @@ def test_only_requested_layers_are_transferred_with_any_codec(redis, open_at, sa
             keys, values = torch.empty_like(chunk.keys[5]), torch.empty_like(chunk.values[5])
             reader.read_layer(5, keys, values)
             assert proxy.passed - header_bytes < reader.header.layer_nbytes + 1000
-            expected = whole(one.open_chunk(key, chunk.token_ids))
+            expected = read_whole(one.open_chunk(key, chunk.token_ids))
             assert torch.equal(keys, expected.keys[5]) and torch.equal(values, expected.values[5])
             assert reader.blob is None and not reader.is_lost
 
@@ -125,7 +125,7 @@ def test_a_put_does_not_wait_for_a_dead_server(open_at, sample, same):
 
 
 def test_the_write_queue_is_bounded(redis, open_at, sample, monkeypatch):
-    monkeypatch.setattr(remote_module, "WAITING", 2)
+    monkeypatch.setattr(remote_module, "MAX_QUEUED", 2)
     with proxy_to(redis.port, most=0) as proxy:
         store = open_at(f"redis://127.0.0.1:{proxy.port}/0{PATIENT}")
         for seed in range(6):  # one at least waits for the server
@@ -145,15 +145,15 @@ def test_tree_nodes_and_unshared_values_are_not_written(redis, open_at, sample):
 # --- deleting, and time
 
 
-def test_withdraw_deletes_values(shared, open_at, sample):
+def test_delete_shared_deletes_values(shared, open_at, sample):
     store = open_at(shared.url + PATIENT)
     samples = [sample(seed) for seed in range(3)]
     put(store, *samples)
     assert len(shared.names.names()) == 3
-    store.withdraw([key for key, _ in samples[:2]])
+    store.delete_shared([key for key, _ in samples[:2]])
     (left,) = shared.names.names()
     assert left.endswith(samples[2][0].digest)
-    store.withdraw([samples[0][0]])  # what is not there is withdrawn as well
+    store.delete_shared([samples[0][0]])  # deleting an absent value is no error
 
 
 def test_values_deleted_while_queued_are_not_written(redis, open_at, sample):
@@ -167,8 +167,8 @@ def test_values_deleted_while_queued_are_not_written(redis, open_at, sample):
         with KVStore.open(store.root, GENEROUS) as other:
             other.delete([keys[1]])
         with pytest.raises(RemoteError):
-            store.withdraw([keys[2]])
-        store.remote.when_back(back.set)
+            store.delete_shared([keys[2]])
+        store.remote.call_when_available(back.set)
         proxy.mend()
         assert back.wait(60) and store.remote.flush()
     assert {name.rpartition(":")[2] for name in redis.names.names()} == {keys[0].digest, keys[3].digest}
@@ -185,7 +185,7 @@ def test_a_value_deleted_by_another_process_during_the_write_is_deleted_again(re
     key, chunk = sample(1)
     content = b"".join(Blob.of(key, chunk).pieces())
     with closing(Remote(Place.of(redis.url + PATIENT), lambda _: content, stored)) as remote:
-        remote.offer(key)
+        remote.queue_write(key)
         assert remote.flush()
     assert [len(names) for names in there] == [1] and redis.names.names() == []
 
@@ -203,12 +203,12 @@ def test_a_failed_deletion_is_repeated_when_the_server_answers_again(redis):
 
         place = Place.of(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=60&retry_s=0.05")
         with closing(Remote(place, lambda _: next(contents, None), stored)) as remote:
-            remote.offer(ChunkKey("ab" * 32))
+            remote.queue_write(ChunkKey("ab" * 32))
             for _ in range(2):
                 remote.flush()
                 assert len(redis.names.names()) == 1
                 back = threading.Event()
-                remote.when_back(back.set)
+                remote.call_when_available(back.set)
                 proxy.mend()
                 assert back.wait(60)
             assert remote.flush() and not cuts
@@ -242,7 +242,7 @@ def test_what_a_killed_writer_left_in_a_folder_is_deleted_with_the_value_or_swep
     put(store, sample(1), sample(2))
     for name in shared.names.names():
         shared.names.set(f"{name}#1", b"half a value")
-    store.withdraw([sample(1)[0]])
+    store.delete_shared([sample(1)[0]])
     kept = name_at(store.remote.place, sample(2)[0])
     assert shared.names.names() == [kept, f"{kept}#1"]
     assert store.remote.sweep() == 0 and len(shared.names.names()) == 2  # it may still be written
@@ -269,14 +269,14 @@ def test_a_folder_that_is_unmounted_later_is_an_unavailable_server(
     if left != "nothing":
         (tmp_path / "share").mkdir()
     with pytest.raises(RemoteError, match="mount it again"):
-        store.withdraw([sample(1)[0]])
+        store.delete_shared([sample(1)[0]])
     assert store.remote.find([wanted(*sample(1))]) == {}
     store.put(*sample(2))
     if left != "nothing":
         assert list((tmp_path / "share").iterdir()) == []
         (tmp_path / "share").rmdir()
     back = threading.Event()
-    store.remote.when_back(back.set)
+    store.remote.call_when_available(back.set)
     share.rename(tmp_path / "share")
     assert back.wait(60) and store.remote.flush()
     assert set(store.remote.find([wanted(*sample(1)), wanted(*sample(2))])) == {sample(1)[0], sample(2)[0]}
@@ -323,7 +323,7 @@ def test_a_damaged_header_is_a_miss_until_the_value_is_overwritten(
     assert (stats.damaged, stats.hits, stats.errors) == (2, 0, 0) and other.remote.is_available
     put(other, (key, chunk))
     third = open_at(shared.url + PATIENT)
-    assert same(whole(third.remote.find([wanted(key, chunk)])[key]), chunk)
+    assert same(read_whole(third.remote.find([wanted(key, chunk)])[key]), chunk)
 
 
 def as_a_list(names, name):
@@ -368,9 +368,9 @@ def test_a_value_deleted_between_two_layers_is_lost(shared, open_at, sample):
     key, chunk = sample(1)
     put(one, (key, chunk))
     with other.remote.find([wanted(key, chunk)])[key] as reader:
-        one.withdraw([key])
+        one.delete_shared([key])
         with pytest.raises(RemoteError):
-            whole(reader)
+            read_whole(reader)
     assert other.remote.is_available and other.remote.stats().damaged == 0
 
 
@@ -398,14 +398,14 @@ def test_a_dead_server_is_asked_once_until_it_answers_again(redis, open_at, samp
             assert other.remote.find([wanted(*sample(1))]) == {}
         assert other.remote.stats().errors == 1 and not other.remote.is_available
         with pytest.raises(RemoteError, match="cannot be used"):
-            other.withdraw([sample(1)[0]])
+            other.delete_shared([sample(1)[0]])
         other.put(*sample(2))  # waits
-        other.remote.when_back(back.set)
+        other.remote.call_when_available(back.set)
         proxy.mend()
         assert back.wait(60) and other.remote.flush()
         assert other.remote.stats().errors == 1 and other.remote.find([wanted(*sample(1))])
     key, chunk = sample(2)
-    assert same(whole(open_at(redis.url + PATIENT).remote.find([wanted(key, chunk)])[key]), chunk)
+    assert same(read_whole(open_at(redis.url + PATIENT).remote.find([wanted(key, chunk)])[key]), chunk)
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
@@ -422,12 +422,12 @@ def test_a_silent_server_costs_less_than_one_timeout(kind, shared_of, open_at, s
             assert store.remote.find(wants) == {} and store.remote.fetch(wants[0]) is None
         assert store.remote.stats().errors == 1 and proxy.connections == connections
         assert store.remote.stats().state == "no answer within 0.34 s"
-    assert remote_module.PEEKING + remote_module.READING < 1  # inside vLLM a prompt may pay for both
+    assert remote_module.LOOKUP_SHARE + remote_module.READ_SHARE < 1  # inside vLLM a prompt may pay for both
 
 
 def test_lookups_that_block_others_have_a_shorter_timeout(redis, open_at, sample, monkeypatch):
     """vLLM's scheduler asks before any answer has its next token."""
-    monkeypatch.setattr(remote_module, "PEEK_S", 0.2)
+    monkeypatch.setattr(remote_module, "MAX_LOOKUP_S", 0.2)
     for timeout_s, waited in (600, "0.2"), (1, "0.1"):
         with proxy_to(redis.port, most=0) as proxy:
             store = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s={timeout_s}&retry_s=600")
@@ -446,11 +446,11 @@ def test_a_server_that_dies_during_a_read_fails_all_readers(redis, open_at, samp
             for reader in found.values():
                 readers.enter_context(reader)
             with pytest.raises(RemoteError):
-                whole(found[samples[0][0]])
+                read_whole(found[samples[0][0]])
             assert len(found) == 3 and all(reader.is_lost for reader in found.values())
             for key, _ in samples:
                 with pytest.raises(RemoteError):
-                    whole(found[key])
+                    read_whole(found[key])
         assert store.remote.stats().errors == 1
 
 
@@ -513,7 +513,7 @@ def test_a_value_whose_write_fails_twice_is_dropped(monkeypatch):
     monkeypatch.setattr(remote_module, "server_at", BadServer)
     place = Place.of(f"redis://host{PATIENT}&retry_s=0.01")
     with closing(Remote(place, lambda _: b"value", lambda _: True)) as remote:
-        remote.offer(ChunkKey("ab" * 32))
+        remote.queue_write(ChunkKey("ab" * 32))
         until(lambda: remote.stats().dropped)
         stats = remote.stats()
         assert (stats.errors, stats.waiting, stats.dropped, stats.written_bytes) == (2, 0, 1, 0)
@@ -526,9 +526,9 @@ def test_a_deletion_is_tried_again_at_a_server_that_answers(redis, monkeypatch):
         remote.check()
         assert remote.is_available
         called = []
-        remote.when_back(lambda: called.append("first"), "delete")
-        remote.when_back(lambda: called.append("last"), "delete")
-        remote.when_back(back.set)
+        remote.call_when_available(lambda: called.append("first"), "delete")
+        remote.call_when_available(lambda: called.append("last"), "delete")
+        remote.call_when_available(back.set)
         assert back.wait(60) and called == ["last"]
 
 
@@ -542,8 +542,8 @@ def test_an_unreadable_value_does_not_stop_the_writer(redis, monkeypatch):
         return b"value"
 
     with closing(Remote(Place.of(redis.url + PATIENT), content, lambda _: True)) as remote:
-        remote.offer(spoiled)
-        remote.offer(whole)
+        remote.queue_write(spoiled)
+        remote.queue_write(whole)
         assert remote.flush()
         stats = remote.stats()
         assert (stats.waiting, stats.dropped, stats.written_bytes) == (0, 1, 5)
@@ -562,7 +562,7 @@ def test_a_full_server_refuses_writes_and_serves_reads(redis_server, open_at, sa
     assert 1 <= len(found) == 16 - stats.refused
     for key, chunk in samples:
         if key in found:
-            assert same(whole(found[key]), chunk)
+            assert same(read_whole(found[key]), chunk)
 
 
 # --- secrets
@@ -592,9 +592,9 @@ def test_the_password_comes_from_the_environment_and_is_never_logged(
         store = open_at(redis.url() + PATIENT)
         assert store.remote.find([wanted(*sample(1))]) == {}
         with pytest.raises(RemoteError) as refused:
-            store.withdraw([sample(1)[0]])
+            store.delete_shared([sample(1)[0]])
     told = caplog.text + str(refused.value) + repr(refused.value.__cause__) + str(store.remote.stats())
-    assert "is not asked" in told and "secret" not in told and store.remote.stats().errors == 1
+    assert "is not used" in told and "secret" not in told and store.remote.stats().errors == 1
 
 
 def test_tls_certificates_are_verified(redis_server, open_at, sample, tmp_path, monkeypatch):
@@ -629,9 +629,9 @@ def test_tls_certificates_are_verified(redis_server, open_at, sample, tmp_path, 
         ("redis://host/0?pasword=hunter2", "pasword"),
         ("redis://host:hunter2/0", "cannot be read"),
         ("http://hunter2", "must begin with"),
-        ("redis:///0", "place"),
-        ("file://host/mnt", "place"),
-        ("file:///", "place"),
+        ("redis:///0", "host, bucket or folder"),
+        ("file://host/mnt", "host, bucket or folder"),
+        ("file:///", "host, bucket or folder"),
         ("hunter2", "must begin with"),
     ],
 )
@@ -664,7 +664,7 @@ def test_closing_fails_running_reads_and_may_be_repeated(redis, open_at, sample)
             other.close()
             for _ in range(2):
                 with pytest.raises(RemoteError):
-                    whole(reader)
+                    read_whole(reader)
     assert list(value_files(other.root)) == []
 
 
@@ -763,7 +763,7 @@ def test_large_deletions_are_split_into_batches(monkeypatch):
     monkeypatch.setattr(remote_module, "server_at", Deleting)
     with closing(Remote(Place.of(f"redis://host{PATIENT}"), lambda _: None, lambda _: False)) as remote:
         keys = [ChunkKey(f"{number:064x}") for number in range(300)]
-        remote.withdraw(keys)
+        remote.delete(keys)
         assert len(remote._server.deleted) == 300 and remote.is_available
 
 
@@ -773,10 +773,10 @@ def test_a_running_write_does_not_delay_other_deletions(monkeypatch):
     with closing(
         Remote(Place.of("redis://host?timeout_s=0.2"), lambda _: b"value", lambda _: False)
     ) as remote:
-        remote.offer(keys[1])
+        remote.queue_write(keys[1])
         until(lambda: remote._writing == keys[1])
         with pytest.raises(RemoteError, match="being written"):
-            remote.withdraw(keys)
+            remote.delete(keys)
         assert len(remote._server.deleted) == 2
         remote._loop.call_soon_threadsafe(remote._server.writes.set)
         assert remote.flush()
@@ -786,8 +786,8 @@ def test_a_running_write_does_not_delay_other_deletions(monkeypatch):
 @pytest.mark.parametrize("answer", [(b"twelve", b"x" * 12), (12, 7), (12, [])])
 def test_a_server_that_is_not_redis_is_reported(answer):
     server = _Redis(Place.of("redis://host"))
-    with pytest.raises(ConnectionError, match="no Redis"):
+    with pytest.raises(ConnectionError, match="not Redis"):
         server._head(*answer)
     server._client.getrange = AsyncMock(return_value=[1, 2])
-    with pytest.raises(ConnectionError, match="no Redis"):
+    with pytest.raises(ConnectionError, match="not Redis"):
         asyncio.run(server.read("name", 0, 9))

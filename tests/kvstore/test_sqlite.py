@@ -10,7 +10,7 @@ import pytest
 from waiting import started
 
 from ragblend.kvstore import sqlite
-from ragblend.kvstore.sqlite import SqliteFile, connect, write_ahead
+from ragblend.kvstore.sqlite import SqliteFile, connect, enable_write_ahead_log
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_switching_to_wal_waits_for_readers(being_read, monkeypatch):
 
     def open_it():
         with closing(_impatient(path)) as sql:
-            write_ahead(sql)
+            enable_write_ahead_log(sql)
             modes.append(sql.execute("PRAGMA journal_mode").fetchone()[0])
 
     opener = started(open_it)
@@ -54,7 +54,7 @@ def test_switching_to_wal_times_out(being_read, monkeypatch):
     path, _ = being_read
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.05)
     with closing(_impatient(path)) as sql, pytest.raises(sqlite3.OperationalError, match="locked"):
-        write_ahead(sql)
+        enable_write_ahead_log(sql)
 
 
 class Totals(SqliteFile):

@@ -376,7 +376,7 @@ def test_a_file_in_place_of_the_folder_is_reported(open_store, root):
 
 
 def test_a_held_lock_is_reported_after_the_timeout(root, open_store, sample, monkeypatch):
-    monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("ragblend.kvstore.upkeep.LOCK_TIMEOUT_S", 0.1)
     store = open_store()
     other = WriterLock(root / "write.lock", 1)  # another descriptor stands for another process
     with other.hold():

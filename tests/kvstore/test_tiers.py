@@ -11,7 +11,7 @@ import torch
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
-from ragblend.kvstore.memory import HeldChunk, MemoryTier, held_nbytes, whole
+from ragblend.kvstore.memory import HeldChunk, MemoryTier, held_nbytes, read_whole
 from ragblend.kvstore.policy import POLICIES
 from ragblend.kvstore.store import KVStore
 
@@ -42,7 +42,7 @@ def put(tier: KVStore | MemoryTier, key: ChunkKey, chunk: ChunkKV) -> bool | Non
 def get(tier: KVStore | MemoryTier, key: ChunkKey, token_ids: tuple[int, ...]) -> ChunkKV | None:
     reader = tier.open_chunk(key, token_ids)
     with reader or nullcontext():
-        return reader and whole(reader)
+        return reader and read_whole(reader)
 
 
 def test_a_tier_equals_a_dictionary(open_tier, sample, same):

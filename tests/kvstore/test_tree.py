@@ -15,7 +15,7 @@ from ragblend.kvstore.codec import CODECS
 from ragblend.kvstore.errors import StoreFullError
 from ragblend.kvstore.fingerprint import node_key
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.memory import whole
+from ragblend.kvstore.memory import read_whole
 from ragblend.kvstore.store import KVStore
 from ragblend.kvstore.tree import Node, match
 
@@ -116,7 +116,7 @@ def test_nodes_are_stored_raw_whatever_the_codec(store, path, same):
     store.put(nodes[1][0], finite(nodes[1][1]), codec=CODECS["int8"])
     with store.open_chunk(nodes[1][0], nodes[1][1].token_ids, parent=nodes[0][0]) as reader:
         assert reader.codec.name == "raw"
-        assert same(whole(reader), finite(nodes[1][1]))
+        assert same(read_whole(reader), finite(nodes[1][1]))
 
 
 def test_rounded_kv_is_not_an_exact_beginning(store, path):
