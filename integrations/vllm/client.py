@@ -28,8 +28,8 @@ from ragblend.kvstore.errors import Cancelled, ModelServerError, UsageError
 from ragblend.kvstore.keys import ChunkKey
 
 
-def cancel_by(cancel: Cancel | None, deadline: float) -> Cancel:
-    """An event that is set once the cancel token is, or the deadline (by `time.monotonic`) has passed."""
+def cancel_or_deadline(cancel: Cancel | None, deadline: float) -> Cancel:
+    """A cancel token that is set once `cancel` is, or the deadline (by `time.monotonic`) has passed."""
     return CallbackCancel(lambda: (cancel is not None and cancel.is_set()) or time.monotonic() >= deadline)
 
 
@@ -40,7 +40,7 @@ class ServerNodeEncoder(NodeEncoder):
 
     def _encoder_after(self, prefix: TokenIds) -> Callable[[TokenIds, ChunkKey, str | None], int]:
         if prefix != self._runtime.canonical_prefix:
-            raise UsageError("a server encodes behind the canonical prefix alone; leave `prefix` out")
+            raise UsageError("a server encodes only after the canonical prefix; leave `prefix` out")
         return self._encode
 
     def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
@@ -64,8 +64,9 @@ class ServerNodeEncoder(NodeEncoder):
     def _encode(
         self, passage: TokenIds, key: ChunkKey, node_id: str | None, cancel: Cancel | None = None
     ) -> int:
-        """Let the server encode; returns the tokens stored, 0 if none. KV of a node that was deleted meanwhile is
-        deleted.
+        """Let the server encode a passage; returns the tokens stored, 0 if none.
+
+        If its node was deleted meanwhile, its KV is deleted.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         options = {
@@ -83,12 +84,12 @@ class ServerNodeEncoder(NodeEncoder):
         }
         try:
             answer = runtime.server.fetch("/v1/completions", body, cancel, session_of_passages([passage]))
-        finally:  # the server may have stored it anyway
+        finally:  # even after an error the server may have stored it
             is_deleted = node_id is not None and self._delete_if_orphaned(node_id, key)
         report = (answer.get("kv_transfer_params") or {}).get("ragblend") or {}
         if "error" in report or report.get("missing_tokens") != 0:
             log.warning(
-                "vLLM did not encode a passage of %d tokens: its log says why, or it has `encode_missing` off",
+                "vLLM did not encode a passage of %d tokens: its log says why, or its `encode_missing` is off",
                 len(passage),
             )
             return 0
@@ -159,14 +160,16 @@ class VllmEngine(EngineInterface):
         """The report of the prefill, without logits and cache, which a server does not return."""
         options = DecodeOptions(max_new_tokens=1, seed=seed)
         request = self._request(prompt, method, ratio, options, cancel=cancel)
-        request = replace(request, policy=replace(request.policy, sure=0.0))  # nothing is said
+        request = replace(
+            request, policy=replace(request.policy, sure=0.0)
+        )  # no answer, so no figures to check
         report = self._answer(request, DecodeOptions(max_new_tokens=1), None, cancel).report
         return Prefilled(request.prompt, torch.empty(0), None, report)
 
     # --- internals
 
     def _connect(self, cancel: Cancel | None, deadline: float) -> None:
-        self.runtime.ensure_connected(cancel_by(cancel, deadline))
+        self.runtime.ensure_connected(cancel_or_deadline(cancel, deadline))
 
     def _answering(
         self, request: Request, options: DecodeOptions
@@ -184,11 +187,11 @@ class VllmEngine(EngineInterface):
     def _answer(
         self, request: Request, options: DecodeOptions, on_text: OnText | None, cancel: Cancel | None
     ) -> Result:
-        runtime, not_begun = self.runtime, cancel_by(cancel, request.deadline)
-        if not_begun.is_set():
+        runtime, cancel_before_start = self.runtime, cancel_or_deadline(cancel, request.deadline)
+        if cancel_before_start.is_set():
             raise Cancelled("the answer was cancelled before it began")
         try:
-            runtime.ensure_connected(not_begun)  # None if another request failed meanwhile
+            runtime.ensure_connected(cancel_before_start)  # again, if another request has failed meanwhile
             result = Completion(runtime, request, options, on_text, cancel or threading.Event()).result()
         except ModelServerError:
             runtime.forget_server()

@@ -24,9 +24,14 @@ from ragblend.integrations.vllm.server import ServerRuntime
 from ragblend.kvstore.errors import ModelServerError, UsageError
 from ragblend.kvstore.keys import pack_tokens
 
-UNKNOWN = "the answer is whole, but which of its passages were reused is unknown and counted as none"
+_UNKNOWN_REUSE = "the answer is complete, but which passages were reused is unknown, and counted as none"
 # vLLM takes these from a checkpoint's generation config unless the request sets them.
-_PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_NEUTRAL_SAMPLING = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 WITHOUT_FUSION = {"off": True}
 _UNAVAILABLE = {
     "keep_tokens": "its cache is its own",
@@ -37,8 +42,8 @@ _UNAVAILABLE = {
 class Completion:
     """One completion in progress.
 
-    Before an uncertain figure (`UncertaintyCheck`) the stream is closed, and the answer is continued by a request that
-    vLLM computes alone. A grammar's state would be lost by that, so with one there is no such check.
+    Before an uncertain figure (`UncertaintyCheck`) the stream is closed, and the answer is continued by a second
+    request, which vLLM computes alone. That would lose a grammar's state, so with a grammar figures are not checked.
     """
 
     def __init__(
@@ -51,10 +56,10 @@ class Completion:
     ) -> None:
         self._runtime, self._request, self._options, self._cancel = runtime, request, options, cancel
         self._on_text: OnText = on_text or (lambda piece: None)
-        self._label, self._clock = secrets.token_hex(), AnswerTimer(time.perf_counter())
+        self._label, self._timer = secrets.token_hex(), AnswerTimer(time.perf_counter())
         self._session = _session_of(request.prompt) or self._label
         self._text = TextStream(runtime.tokenizing.tokenizer, options.stop, options.one_sentence)
-        self._ids, self._likely, self._ended = list[int](), list[TokenLogprob](), False
+        self._ids, self._logprobs, self._ended = list[int](), list[TokenLogprob](), False
         self._check = self._uncertainty_check()
         self._read_again_at: int | None = None
 
@@ -67,15 +72,17 @@ class Completion:
         if piece := self._text.finish():
             self._on_text(piece)
         text = decode_text(self._runtime.tokenizing.tokenizer, ids, options.stop, options.one_sentence)
-        likely = tuple(self._likely[: len(ids) - self._ended]) if options.logprobs is not None else None
+        has_logprobs = options.logprobs is not None
+        logprobs = tuple(self._logprobs[: len(ids) - self._ended]) if has_logprobs else None
         prompt = self._request.prompt
         unsupported = figures_not_in_prompt(text, prompt, self._runtime.tokenizing.tokenizer)
         report = replace(self._report(), unsupported_figures=unsupported, read_again_at=self._read_again_at)
-        return Result(text, tuple(ids), report, prompt, self._text.stopped or self._ended, likely)
+        return Result(text, tuple(ids), report, prompt, self._text.stopped or self._ended, logprobs)
 
     def _read(self, body: dict[str, Any]) -> bool:
-        """Take a stream's tokens until the answer has ended. False: until before an uncertain one. Closing the stream
-        stops the server.
+        """Read a stream's tokens until the answer has ended; False if it was closed before an uncertain token.
+
+        Closing the stream stops the request at the server.
         """
         with closing(self._runtime.server.stream(body, self._cancel, self._session)) as events:
             for event in events:
@@ -87,29 +94,29 @@ class Completion:
         return True
 
     def _report(self) -> Report:
-        report = self._clock.report(_report(self._request, self._told()), len(self._ids))
+        report = self._timer.report(_report(self._request, self._fetch_report()), len(self._ids))
         timings = report.timings
-        read_ms = timings.prefill_ms or timings.ttft_ms
-        return replace(report, timings=replace(timings, prefill_ms=read_ms))
+        prefill_ms = timings.prefill_ms or timings.ttft_ms
+        return replace(report, timings=replace(timings, prefill_ms=prefill_ms))
 
-    def _told(self) -> dict[str, Any]:
-        """The connector's report. Streams do not carry it, so it is requested separately; a failure does not affect the
-        answer.
-        """
+    def _fetch_report(self) -> dict[str, Any]:
+        """The connector's report. It is requested separately, so that a failure does not affect the answer."""
         runtime = self._runtime
         try:
             info = runtime.ensure_connected(self._cancel)
             if info.fingerprint is None:
                 return {"warning": info.refusal}
-            told = runtime.report_of(info.name, self._label, self._cancel, self._session)
-            report: dict[str, Any] | None = (told or {}).get("report")
-            return {"warning": f"{UNKNOWN}: the server knows no such answer"} if report is None else report
+            found = runtime.report_of(info.name, self._label, self._cancel, self._session)
+            report: dict[str, Any] | None = (found or {}).get("report")
+            if report is None:
+                return {"warning": f"{_UNKNOWN_REUSE}: the server has no report on the answer"}
+            return report
         except (ModelServerError, UsageError) as error:
             runtime.forget_server()
-            return {"warning": f"{UNKNOWN}: {error}"}
+            return {"warning": f"{_UNKNOWN_REUSE}: {error}"}
 
     def _take(self, choice: dict[str, Any]) -> bool:
-        """Add an event's tokens. False: up to one that a full prefill has to confirm."""
+        """Add an event's tokens; False if it stopped before one that a full prefill has to confirm."""
         found = choice.get("token_ids")
         if found is None:
             raise ModelServerError(
@@ -118,13 +125,13 @@ class Completion:
         logprobs: Any = choice.get("logprobs")  # None behind a proxy that drops them
         check = None if logprobs is None else self._check
         for number, token_id in enumerate(found):
-            likely = partial(_probabilities, logprobs, number)
-            if check is not None and check.needs_full_prefill(token_id, likely, self._ids):
+            probabilities = partial(_probabilities, logprobs, number)
+            if check is not None and check.needs_full_prefill(token_id, probabilities, self._ids):
                 return False
-            self._clock.tick()
+            self._timer.tick()
             self._ids.append(token_id)
             if logprobs is not None and self._options.logprobs is not None:
-                self._likely.append(_token_logprob(token_id, logprobs, number, self._options.logprobs))
+                self._logprobs.append(_token_logprob(token_id, logprobs, number, self._options.logprobs))
             if piece := self._text.feed(token_id):
                 self._on_text(piece)
             if self._text.stopped:
@@ -141,8 +148,9 @@ class Completion:
         return UncertaintyCheck(tokenizer, request.prompt, request.policy.sure, self._view_of)
 
     def _view_of(self, prompt: Prompt) -> View:
-        """The view of a prompt whose passage's stored KV is reused. Each call is a request for one token, whose
-        beginning is in vLLM's cache from the second call on.
+        """The view of a prompt whose passage's stored KV is reused.
+
+        Each call of it is a request for one token; from the second on, vLLM's cache has the beginning.
         """
         (place,), (chunk,) = prompt.places, prompt.chunks
         options = {
@@ -151,7 +159,7 @@ class Completion:
             "method": "reuse",
             "encode": False,
         }
-        body = _PLAIN | {
+        body = _NEUTRAL_SAMPLING | {
             "model": self._runtime.info.name,
             "max_tokens": 1,
             "temperature": 0,
@@ -160,20 +168,20 @@ class Completion:
             "kv_transfer_params": options,
         }
 
-        def likely(answer: Sequence[int]) -> Likely:
-            asked = body | {"prompt": [*prompt.token_ids, *answer]}
-            found = self._runtime.server.fetch("/v1/completions", asked, self._cancel, self._session)
+        def probabilities_after(answer: Sequence[int]) -> Likely:
+            continued = body | {"prompt": [*prompt.token_ids, *answer]}
+            found = self._runtime.server.fetch("/v1/completions", continued, self._cancel, self._session)
             return _probabilities(found["choices"][0]["logprobs"], 0)
 
-        return likely
+        return probabilities_after
 
     def _body(self, connector_options: dict[str, Any]) -> dict[str, Any]:
         options, info = self._options, self._runtime.info
         ids = [*self._request.prompt.token_ids, *self._ids]
         if options.keep_tokens is not None or options.repetition_penalty != 1:
             name = "keep_tokens" if options.keep_tokens is not None else "repetition_penalty"
-            raise UsageError(f"{name} cannot be had from vLLM: {_UNAVAILABLE[name]}; leave it out")
-        body: dict[str, Any] = _PLAIN | {
+            raise UsageError(f"vLLM does not support {name}: {_UNAVAILABLE[name]}; leave it out")
+        body: dict[str, Any] = _NEUTRAL_SAMPLING | {
             "model": info.name,
             "prompt": ids,
             "max_tokens": min(options.max_new_tokens - len(self._ids), info.window - len(ids)),
@@ -191,7 +199,7 @@ class Completion:
             count = max(options.logprobs or 0, LIKELY_TOKENS if self._check is not None else 0)
             body |= {"logprobs": count, "return_tokens_as_token_ids": True}
         if options.grammar is not None:
-            # A directive that only llguidance knows: xgrammar, which vLLM tries first, would allow endless blanks.
+            # Only llguidance knows this directive: xgrammar, which vLLM tries first, would allow endless blanks.
             body["structured_outputs"] = {"grammar": f"%llguidance {{}}\n{options.grammar.text}"}
         if info.fingerprint is not None:
             body["kv_transfer_params"] = connector_options
@@ -200,41 +208,44 @@ class Completion:
     def _connector_options(self) -> dict[str, Any]:
         """Options for the connector: spans and collection of the passages, and differences from the server's defaults.
 
-        A request has one collection, the one with the most tokens; passages of others are computed.
+        A request has one collection: the one with the most tokens. Passages of the other collections are computed.
         """
         request, info = self._request, self._runtime.info
         policy, ratio = request.policy, DEFAULT_RATIO if request.ratio is None else request.ratio
-        placed = zip(request.prompt.chunks, request.prompt.places, strict=True)
-        spans = [(request.collection_of(chunk), list(place)) for chunk, place in placed if chunk.token_ids]
+        pairs = zip(request.prompt.chunks, request.prompt.places, strict=True)
+        spans = [(request.collection_of(chunk), list(span)) for chunk, span in pairs if chunk.token_ids]
         sizes = Counter[str]()
         for collection, (start, stop) in spans:
             sizes[collection] += stop - start
-        wanted: dict[str, Any] = {"label": self._label, "encode": False}
+        options: dict[str, Any] = {"label": self._label, "encode": False}
         if policy.name == "full" or not spans:
-            return wanted | {"off": True}
+            return options | {"off": True}
         ((largest, _),) = sizes.most_common(1)
-        wanted |= {
+        options |= {
             "collection": largest,
-            "spans": [place for collection, place in spans if collection == largest],
+            "spans": [span for collection, span in spans if collection == largest],
         }
-        if (policy.name, ratio) != (info.method, info.ratio):  # used even if it saves nothing
-            wanted |= {"method": policy.name, "ratio": ratio}
-        return wanted
+        if (policy.name, ratio) != (
+            info.method,
+            info.ratio,
+        ):  # a named method is used even if it saves nothing
+            options |= {"method": policy.name, "ratio": ratio}
+        return options
 
 
 def _session_of(prompt: Prompt) -> str | None:
-    """A router's session, so that a prompt goes to the server that has used its passages; None without passages.
+    """The session for a router, which sends a prompt to the server that has used its passages; None without passages.
 
     MinHash (Broder 1997) of the adjacent first passages: prompts that share a fraction s of them go to the same server
     with probability s, and so do all prompts of a conversation, whose beginning is the same.
     """
-    together = list[TokenIds]()
+    passages = list[TokenIds]()
     for segment in prompt.segments:
         if isinstance(segment, Chunk):
-            together.append(segment.encoded_ids)
-        elif together and segment.text.strip():
+            passages.append(segment.encoded_ids)
+        elif passages and segment.text.strip():
             break
-    return session_of_passages(together) if together else None
+    return session_of_passages(passages) if passages else None
 
 
 def session_of_passages(passages: Sequence[TokenIds]) -> str:
@@ -252,39 +263,40 @@ def _probabilities(logprobs: dict[str, Any], number: int) -> Likely:
 
 
 def _token_logprob(token_id: int, logprobs: dict[str, Any], number: int, count: int | None) -> TokenLogprob:
-    """The log-probability of one token of an event. vLLM adds the chosen one to the likely ones."""
+    """The log-probability of one token of an event, and of `count` likely ones; vLLM adds the chosen token to these."""
     likely = sorted(_top_logprobs(logprobs, number), key=lambda each: -each[1])[:count]
     return TokenLogprob(token_id, logprobs["token_logprobs"][number], tuple(likely))
 
 
-def _report(request: Request, told: dict[str, Any]) -> Report:
-    """The engine's report from the connector's (`told`). If nothing was fused, tokens in vLLM's own cache count as
-    reused, and a passage that begins in them as a hit.
+def _report(request: Request, reported: dict[str, Any]) -> Report:
+    """Convert the connector's report into the engine's.
+
+    If nothing was fused, tokens in vLLM's own cache count as reused, and a passage that begins in them as a hit.
     """
     tokens = len(request.prompt.token_ids)
-    if "reused_tokens" not in told:
-        cached = int(told.get("cached_tokens", 0))
+    if "reused_tokens" not in reported:
+        cached = int(reported.get("cached_tokens", 0))
         hits = sum(start < cached for start, _ in request.prompt.places)
         return Report(
-            told.get("method", "full"),
-            told.get("ratio"),
+            reported.get("method", "full"),
+            reported.get("ratio"),
             TokenCounts(tokens, reused=cached, fresh=tokens - cached),
             hits=hits,
-            misses=int(told.get("misses", 0)),
-            warning=told.get("warning") or told.get("error"),
+            misses=int(reported.get("misses", 0)),
+            warning=reported.get("warning") or reported.get("error"),
             served="r" * cached + "f" * (tokens - cached),
             computed_fraction=1 - cached / tokens,
         )
-    reused, recomputed, missing = (told[f"{name}_tokens"] for name in ("reused", "recomputed", "missing"))
+    reused, recomputed, missing = (reported[f"{name}_tokens"] for name in ("reused", "recomputed", "missing"))
     counts = TokenCounts(tokens, reused, recomputed, tokens - reused - recomputed - missing, missing)
     return Report(
-        told["method"],
-        told["ratio"],
+        reported["method"],
+        reported["ratio"],
         counts,
-        told["recomputed_fraction"],
-        Timings(load_ms=told["load_ms"], stall_ms=told["stall_ms"], prefill_ms=told["fused_ms"]),
-        hits=told["hits"],
-        misses=told["misses"],
-        served="".join(letter * count for letter, count in told["served"]),
-        computed_fraction=told["computed_fraction"],
+        reported["recomputed_fraction"],
+        Timings(load_ms=reported["load_ms"], stall_ms=reported["stall_ms"], prefill_ms=reported["fused_ms"]),
+        hits=reported["hits"],
+        misses=reported["misses"],
+        served="".join(letter * count for letter, count in reported["served"]),
+        computed_fraction=reported["computed_fraction"],
     )

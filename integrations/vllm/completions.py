@@ -16,12 +16,12 @@ from ragblend.kvstore.errors import Cancelled, ModelServerError, PromptTooLongEr
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
 SESSION_HEADER = "X-Session-ID"  # of vLLM's router (`--policy consistent_hash`)
 CONNECT_S = 10.0
-SILENCE_S = 600.0  # until the first token: a long prompt may wait for others
+SILENCE_S = 600.0  # timeout of a read, also for the first token: a long prompt may wait for other requests
 _TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's messages
 
 
 class Completions:
-    """The API at a url from `server_url`. Thread-safe. Failures are ModelServerErrors with the url."""
+    """The API at a URL. Thread-safe. Failures are ModelServerErrors that name the URL."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -37,10 +37,10 @@ class Completions:
     ) -> Any:
         """GET JSON from a path, or POST a body to it. Raises as `stream` does.
 
-        session: a router sends requests of one session to one server.
+        session: a router sends requests of one session to one server; silence_s: timeout of each read.
         """
-        with closing(self._answer(path, body, cancel, session, silence_s)) as lines:
-            return self._json(b"".join(lines))
+        with closing(self._response_lines(path, body, cancel, session, silence_s)) as lines:
+            return self._parse_json(b"".join(lines))
 
     def stream(
         self, body: dict[str, Any], cancel: Cancel | None = None, session: str | None = None
@@ -50,32 +50,32 @@ class Completions:
         Raises Cancelled, PromptTooLongError, and UsageError for a refused request.
         """
         streamed = body | {"stream": True}
-        with closing(self._answer("/v1/completions", streamed, cancel, session, SILENCE_S)) as lines:
+        with closing(self._response_lines("/v1/completions", streamed, cancel, session, SILENCE_S)) as lines:
             for line in lines:
-                said = line.removeprefix(b"data: ").strip()
-                if said == b"[DONE]":
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
                     return
                 if line.startswith(b"data: "):
-                    yield self._event(said)
-        raise self._disconnected(begun=True)
+                    yield self._parse_event(data)
+        raise self._connection_error(has_begun=True)
 
-    def _event(self, said: bytes) -> dict[str, Any]:
-        """Parse an event, and raise its error: a stream's status is sent before the request is checked."""
-        event: dict[str, Any] = self._json(said)
+    def _parse_event(self, data: bytes) -> dict[str, Any]:
+        """Parse an event. Raises the error in it: a stream's status is sent before the request is checked."""
+        event: dict[str, Any] = self._parse_json(data)
         if "error" in event:
             error = event["error"]  # some proxies send plain text
-            raise self._refused(error.get("code") if isinstance(error, dict) else None, said)
+            raise self._status_error(error.get("code") if isinstance(error, dict) else None, data)
         return event
 
-    def _json(self, said: bytes) -> Any:
+    def _parse_json(self, data: bytes) -> Any:
         try:
-            return json.loads(said)
+            return json.loads(data)
         except ValueError as error:
             raise ModelServerError(
-                f"what answers at {self.url} is no vLLM: it sent {said[:80]!r} instead of JSON"
+                f"the server at {self.url} is not vLLM: it sent {data[:80]!r} instead of JSON"
             ) from error
 
-    def _answer(
+    def _response_lines(
         self,
         path: str,
         body: dict[str, Any] | None,
@@ -83,39 +83,40 @@ class Completions:
         session: str | None,
         silence_s: float,
     ) -> Generator[bytes]:
-        """The lines of the answer. Errors of the connection become ModelServerErrors."""
-        connection, begun = self._connection(), False
+        """Send a request, and yield the lines of the response. Raises as `stream` does."""
+        connection, has_begun = self._connection(), False
         headers = {"Content-Type": "application/json", **_authorization()}
         if session is not None:
             headers[SESSION_HEADER] = session
         try:
             connection.connect()
             connection.sock.settimeout(silence_s)
-            with _disconnecting(connection.sock, cancel):
-                method, sent = ("GET", None) if body is None else ("POST", json.dumps(body))
-                connection.request(method, self._parts.path + path, sent, headers)
+            with _shut_down_on_cancel(connection.sock, cancel):
+                method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+                connection.request(method, self._parts.path + path, content, headers)
                 with connection.getresponse() as response:
                     if response.status != 200:
-                        raise self._refused(response.status, response.read(100_000))
-                    begun = True
+                        raise self._status_error(response.status, response.read(100_000))
+                    has_begun = True
                     yield from response
             if cancel is not None and cancel.is_set():
                 raise Cancelled("the answer was cancelled")
         except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: an invalid host or path
             if cancel is not None and cancel.is_set():
                 raise Cancelled("the answer was cancelled") from error
-            raise self._disconnected(begun, error) from error
+            raise self._connection_error(has_begun, error) from error
         finally:
             connection.close()
 
-    def _disconnected(self, begun: bool, error: BaseException | None = None) -> ModelServerError:
-        said = "" if error is None else f" ({type(error).__name__}: {error})"
-        if begun:
+    def _connection_error(self, has_begun: bool, error: BaseException | None = None) -> ModelServerError:
+        """The named error for an error of the connection. has_begun: whether a part of the response has arrived."""
+        details = "" if error is None else f" ({type(error).__name__}: {error})"
+        if has_begun:
             return ModelServerError(
-                f"the server at {self.url} ended within an answer{said}; its log says why. Ask again"
+                f"the server at {self.url} ended within an answer{details}; its log says why. Ask again"
             )
         return ModelServerError(
-            f"no answer from the server at {self.url}{said}. Is vLLM running there, and is that its address?"
+            f"no answer from the server at {self.url}{details}. Is vLLM running there, and is that its address?"
         )
 
     def _connection(self) -> HTTPConnection:
@@ -123,51 +124,55 @@ class Completions:
         assert self._parts.hostname is not None
         return kind(self._parts.hostname, self._parts.port, timeout=CONNECT_S)
 
-    def _refused(self, status: object, body: bytes) -> Exception:
-        said = _message(body)
+    def _status_error(self, status: object, body: bytes) -> Exception:
+        """The named error for a response with that status."""
+        message = _message(body)
         if status in (401, 403):
             return ModelServerError(
-                f"the server at {self.url} rejects the API key in the environment variable {KEY_VARIABLE}: {said}"
+                f"the server at {self.url} rejects the API key in the environment variable {KEY_VARIABLE}: {message}"
             )
         if status in (400, 422):
-            if any(words in said for words in _TOO_LONG):
-                return PromptTooLongError(f"the server at {self.url} refuses the prompt: {said}")
-            return UsageError(f"the server at {self.url} refuses the request: {said}")
-        return ModelServerError(f"the server at {self.url} answers with status {status}: {said}. Is it vLLM?")
+            if any(words in message for words in _TOO_LONG):
+                return PromptTooLongError(f"the server at {self.url} refuses the prompt: {message}")
+            return UsageError(f"the server at {self.url} refuses the request: {message}")
+        return ModelServerError(
+            f"the server at {self.url} answers with status {status}: {message}. Is it vLLM?"
+        )
 
 
 def _authorization() -> dict[str, str]:
-    """Raises ModelServerError for a key that is not valid in a header, without showing it."""
+    """The header with the API key, if one is set. Raises ModelServerError for an invalid key, without showing it."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ModelServerError(
-            f"{KEY_VARIABLE} in the environment holds characters that no API key has; set it to the server's key only"
+            f"the environment variable {KEY_VARIABLE} holds characters that no API key has; set it to the "
+            "server's key only"
         )
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _message(said: bytes) -> str:
-    """The message of an error, in any of its forms."""
+def _message(body: bytes) -> str:
+    """The message in the body of an error, in any of its forms."""
     try:
-        found = json.loads(said)
+        found = json.loads(body)
         return str((found.get("error") or found)["message"])[:500]
     except (ValueError, KeyError, TypeError, AttributeError):
-        return said[:200].decode("utf-8", "replace")
+        return body[:200].decode("utf-8", "replace")
 
 
 @contextmanager
-def _disconnecting(connected: socket.socket, cancel: Cancel | None) -> Iterator[None]:
-    """Shut down the connection when the request is cancelled, so that its reader sees the end."""
+def _shut_down_on_cancel(connected: socket.socket, cancel: Cancel | None) -> Iterator[None]:
+    """Shut down the connection when the request is cancelled, so that reading from it ends."""
     if cancel is None:
         yield
         return
-    over = threading.Event()
+    is_over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(POLL_S):
+        while not is_over.wait(POLL_S):
             if cancel.is_set():
-                with suppress(OSError):  # it has ended by itself
-                    # Not SSLSocket's own method, which takes the connection from under its reader.
+                with suppress(OSError):  # the server has closed it
+                    # Not SSLSocket's own method, which discards the TLS state that the reading thread uses.
                     socket.socket.shutdown(connected, socket.SHUT_RDWR)
                 return
 
@@ -176,5 +181,5 @@ def _disconnecting(connected: socket.socket, cancel: Cancel | None) -> Iterator[
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         watcher.join()

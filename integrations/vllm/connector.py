@@ -1,4 +1,4 @@
-"""RAGBlendConnector: fused prefill as a KV connector of vLLM. Start here.
+"""RAGBlendConnector: fused prefill as a KV connector of vLLM.
 
 One instance in the scheduler finds passages in a prompt and reports that all but its last token can be loaded; another
 in the worker, before that step's forward pass, fuses the prompt and writes its KV into the allocated blocks. If
@@ -9,7 +9,7 @@ import logging
 import math
 from typing import Any
 
-from ragblend.integrations.vllm.versions import missing_name, refusal, warning
+from ragblend.integrations.vllm.versions import missing_name, refusal, untested_warning
 
 if (_refusal := refusal() or missing_name()) is not None:
     raise ImportError(_refusal)
@@ -25,7 +25,12 @@ from ragblend.integrations.vllm.messages import FusionReports, StepWork, WorkerS
 from ragblend.integrations.vllm.metrics import FusionMetrics, FusionStats
 from ragblend.integrations.vllm.plugin import is_paused, worker_of
 from ragblend.integrations.vllm.routes import change_routes
-from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, fuses_a_step_ahead, unsupported
+from ragblend.integrations.vllm.runtime import (
+    VllmRuntime,
+    decoder_for,
+    fuses_a_step_ahead,
+    unsupported_reason,
+)
 from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 from ragblend.integrations.vllm.settings import ConnectorSettings
 from ragblend.integrations.vllm.tensor_parallel import tensor_parallel_group
@@ -42,13 +47,13 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _use_vllm_logging()
         transfer = vllm_config.kv_transfer_config
-        transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after this
-        self._is_ahead = fuses_a_step_ahead(vllm_config, kv_cache_config)
+        transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after creating the connector
+        self._fuses_ahead = fuses_a_step_ahead(vllm_config, kv_cache_config)
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
-        if role == KVConnectorRole.SCHEDULER and (untested := warning()) is not None:
-            log.warning("%s", untested)
+        if role == KVConnectorRole.SCHEDULER and (message := untested_warning()) is not None:
+            log.warning("%s", message)
         self._refusal = self._start(vllm_config, role, kv_cache_config)
         if self._refusal is not None:
             log.warning(
@@ -56,13 +61,13 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> str | None:
-        """Create this side; if that fails, record the reason and do nothing."""
-        if (reason := unsupported(vllm_config, kv_cache_config)) is not None:
+        """Create this process's side; returns the reason if that is not possible."""
+        if (reason := unsupported_reason(vllm_config, kv_cache_config)) is not None:
             return reason
         has_model = role != KVConnectorRole.SCHEDULER
         runtime = VllmRuntime(vllm_config, self._settings, has_model)
         if has_model:
-            self._worker = ConnectorWorker(runtime, self._settings, self._is_ahead)
+            self._worker = ConnectorWorker(runtime, self._settings, self._fuses_ahead)
             return None
         try:
             block_tokens = math.lcm(
@@ -88,7 +93,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.find_cached = lambda request: int(
+            self._scheduler.count_cached = lambda request: int(
                 kv_cache_manager.get_computed_blocks(request)[1]
             )
             self._scheduler.evict = kv_cache_manager.evict_blocks
@@ -101,7 +106,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.loadable_tokens(request, num_computed_tokens)
-        return tokens, self._is_ahead and bool(tokens)
+        return tokens, self._fuses_ahead and bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None and num_external_tokens:
@@ -110,8 +115,8 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         if self._scheduler is None:
             return StepWork()
-        idle = not scheduler_output.total_num_scheduled_tokens and not is_paused()
-        return self._scheduler.take_work(idle)
+        is_idle = not scheduler_output.total_num_scheduled_tokens and not is_paused()
+        return self._scheduler.take_work(is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = connector_output.kv_connector_worker_meta
@@ -127,21 +132,21 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None if self._scheduler is None else self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Keeps the engine stepping while passages are to be encoded and it is idle otherwise."""
+        """Keeps the idle engine stepping while passages are to be encoded."""
         return self._scheduler is not None and self._scheduler.has_missing and not is_paused()
 
     def reset_cache(self) -> bool:
-        """Called by vLLM when its weights may have been replaced, so stored KV may not fit any more."""
+        """Called by vLLM when its weights may have been replaced, so that stored KV may be another model's."""
         if self._scheduler is not None:
             self._scheduler.stop(
-                "the connector's cache was reset, as after new weights; restart vLLM to fuse again"
+                "the connector's cache was reset, as when weights are replaced; restart vLLM to fuse again"
             )
         return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Called by vLLM before the first request, with the metadata of all workers, or of another connector's.
+        """Called by vLLM before the first request, with the metadata of all workers, perhaps of another connector.
 
-        Prompts are fused only if all workers can fuse; otherwise an answer would use blocks that one of them does not
+        Prompts are fused only if all workers can fuse; otherwise an answer would use blocks that one worker did not
         fill.
         """
         statuses = [each for each in metadata.values() if isinstance(each, WorkerStatus)]
@@ -156,7 +161,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkerStatus(self._refusal if self._worker is None else self._worker.refusal)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Runs the gate: at this time model and cache exist, and there is no request yet."""
+        """Runs the gate: now model and cache exist, and there is no request yet."""
         if self._worker is not None:
             worker, config, groups = worker_of(self._vllm_config), self._vllm_config, self._kv_cache_config
             group = tensor_parallel_group(config)
@@ -170,14 +175,14 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         """All layers were written before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """KV computed in a context is never stored."""
+        """Nothing to save: KV computed in a context is never stored."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Nothing to wait for."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        loaded, lost = (set[str](), set[str]()) if self._worker is None else self._worker.take_loaded()
-        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=lost)
+        loaded, failed = (set[str](), set[str]()) if self._worker is None else self._worker.take_loaded()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_blocks()

@@ -4,7 +4,7 @@ vLLM's layers are called as vLLM calls them, but during the call their attention
 new keys and values over the stored ones and supports scattered rows. So every model works whose layers are
 `layer(positions, hidden, residual)` around one `self_attn.attn`; the gate checks it.
 
-Where several workers share the model the first one's decoder is the engine's, and the others' `follow` it.
+If several workers share the model, the engine uses the first one's decoder, and the remaining ones `follow` it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +21,10 @@ from ragblend.integrations.vllm.paged import Blocks, Layers, PagedCache
 from ragblend.integrations.vllm.tensor_parallel import LeaderAborted, TensorParallelGroup
 from ragblend.kvstore.errors import UnsupportedModelError
 
-# Fully described by `_compute_inv_freq(base)`: others change frequencies with the length, or scale the attention.
+# Rotary embeddings that are fully described by `_compute_inv_freq(base)`. Others change their frequencies with the
+# length, or scale the attention.
 ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding")
-END = "end"  # of the operations that the first worker broadcasts
+END = "end"  # broadcast by the first worker after its last operation
 # Queries (1, N, R, D), keys and values (1, H, R, D) -> (R, N * D)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -74,7 +75,7 @@ class VllmDecoder(Decoder):
         return embedded
 
     def rotary(self, kind: str, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Only the positions: vLLM's layers have rotary tables of their own."""
+        """The positions, unchanged: vLLM's layers have their own rotary tables."""
         return rows, rows
 
     def run_layer(
@@ -101,7 +102,7 @@ class VllmDecoder(Decoder):
             assert attend is not None
             sizes = [attention.num_heads * size] + [attention.num_kv_heads * size] * 2
             query, key, value = parts.split(sizes, dim=-1)
-            step = max(1, group.size // self.geometry.kv_heads)  # so many workers have the same key heads
+            step = max(1, group.size // self.geometry.kv_heads)  # how many workers have the same key heads
             return attend(by_head(query), by_head(key[:, ::step]), by_head(value[:, ::step]))
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -19,7 +19,7 @@ log = logging.getLogger("ragblend")
 
 
 def run_vllm_gate(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateVerdict:
-    """The verdict, its numbers logged. Only while no request has any block. Raises what vLLM's layers raise."""
+    """Run the gate and log its numbers; only while no request has blocks. Raises what vLLM's layers raise."""
     verdict = run_gate(decoder, token_ids)
     written = _check_written_blocks(decoder, token_ids)
     if not written.passed:
@@ -34,26 +34,28 @@ def run_vllm_gate(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateVerdi
 
 def _check_written_blocks(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateCheck:
     """Compare the last token computed over KV written into vLLM's blocks with a prompt computed by vLLM alone."""
-    before = len(token_ids) - 1
-    kv = ChunkEncoder(decoder, ()).encode(token_ids[:before])
+    written_tokens = len(token_ids) - 1
+    kv = ChunkEncoder(decoder, ()).encode(token_ids[:written_tokens])
     expected = decoder.own_logits(token_ids)
     blocks = decoder.paged.spare_blocks(len(token_ids))
-    decoder.write(decoder.zeros(before), 0, before, blocks)  # erases KV that computing `expected` left there
+    decoder.write(
+        decoder.zeros(written_tokens), 0, written_tokens, blocks
+    )  # erases KV that computing `expected` left there
     decoder.write(
         lambda layer: (kv.keys[layer].to(decoder.device), kv.values[layer].to(decoder.device)),
         0,
-        before,
+        written_tokens,
         blocks,
     )
-    error = relative_error(decoder.own_logits(token_ids, before), expected)
+    error = relative_error(decoder.own_logits(token_ids, written_tokens), expected)
     allowed = TOLERANCE[decoder.geometry.dtype] * decoder.error_factor
     return GateCheck("KV written into blocks equals vLLM's own", error <= allowed, error, allowed)
 
 
 def refusal_of(model: str, home: Path, dtype: str | None) -> str | None:
-    """Load the model in a vLLM of this process, which runs the gate: why it would fuse nothing, or None.
+    """Load the model in a vLLM in this process, which runs the gate; returns why it would fuse nothing, or None.
 
-    Raises UsageError without a vLLM that is supported.
+    Raises UsageError without a supported vLLM.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     extra = {"home": str(home), "encode_missing": False}
@@ -68,10 +70,10 @@ def refusal_of(model: str, home: Path, dtype: str | None) -> str | None:
         llm = LLM(model, dtype=dtype or "auto", enforce_eager=True, kv_transfer_config=transfer)
     except ImportError as error:
         raise UsageError(f"the gate cannot run in vLLM here: {error}") from error
-    asked = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {REPORT: ""}})
-    [output] = llm.generate([{"prompt_token_ids": [0]}], asked, use_tqdm=False)
-    told = (output.kv_transfer_params or {}).get("ragblend")
-    if told is None:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {REPORT: ""}})
+    [output] = llm.generate([{"prompt_token_ids": [0]}], sampling, use_tqdm=False)
+    report = (output.kv_transfer_params or {}).get("ragblend")
+    if report is None:
         return "the connector could not start; the log says why"
-    refusal: str | None = told["refusal"]
+    refusal: str | None = report["refusal"]
     return refusal

@@ -1,4 +1,4 @@
-"""Messages between the connector's scheduler and worker: a step's work, and its reports. Plain data: it is pickled."""
+"""Messages between the connector's scheduler and worker: a step's work, and its reports. They are pickled."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ class WorkerStatus(KVConnectorHandshakeMetadata):
 class PromptToFuse:
     """Fuse this prompt, and write positions start..stop into blocks (block ids by KV cache group).
 
-    salt: of its blocks, the same whenever it is fused so.
+    salt: of its blocks' hashes: the same for equal prompts that are fused by the same method.
     """
 
     request_id: str

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS = {
     "requests": "Prompts that were fused from stored KV.",
     "failures": "Prompts that could not be fused, and were computed by vLLM.",
-    "repeated": "Fused prompts that were asked again while vLLM's prefix cache had their blocks.",
+    "repeated": "Fused prompts that were repeated while vLLM's prefix cache had their blocks.",
     "tokens_prompt": "Tokens of prompts that were fused.",
     "tokens_reused": "Prompt tokens whose stored KV was used as it is.",
     "tokens_recomputed": "Prompt tokens with stored KV that were recomputed.",
@@ -20,7 +20,7 @@ COUNTERS = {
 
 
 class FusionStats(KVConnectorStats):
-    """Sums over the steps since they were last taken; data: by the names of COUNTERS."""
+    """Sums over the steps since the last report, by the names of COUNTERS."""
 
     data: dict[str, float]
 
@@ -44,7 +44,7 @@ class FusionStats(KVConnectorStats):
 
 
 class FusionMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter for each of them, `vllm:ragblend_..._total`."""
+    """A Prometheus counter for each of COUNTERS, named `vllm:ragblend_..._total`."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

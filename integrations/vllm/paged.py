@@ -1,7 +1,7 @@
-"""vLLM's paged KV cache, seen from a worker: slots of tokens, writing KV, and vLLM's own forward pass over it.
+"""vLLM's paged KV cache in a worker: slots of tokens, writing KV, and vLLM's own forward pass over it.
 
-Each attention backend's own operator writes to it, and it is never read back, because the layout of a block is the
-backend's.
+It is written by each attention backend's own operator, and never read back, because each backend has its own layout of
+a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class PagedCache:
         self._device = runner.device
 
     def write(self, attentions: Sequence[Any], layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
-        """Write KV, that of positions start..stop by layer, into a request's blocks."""
+        """Write the KV of positions start..stop, given by layer, into a request's blocks."""
         groups = [self._slots(group, blocks, start, stop) for group in range(len(self.block_sizes))]
         for layer, attention in enumerate(attentions):
             positions, slots = groups[self._groups[attention.layer_name]]
@@ -39,18 +39,19 @@ class PagedCache:
             attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
 
     def _slots(self, group: int, blocks: Blocks, start: int, stop: int) -> tuple[Tensor | slice, Tensor]:
+        """Which of the positions start..stop have a block in that group, as an index from `start`, and their slots."""
         positions, slots = slots_of(blocks[group], self.block_sizes[group], start, stop)
-        whole = len(positions) == stop - start
-        where = slice(None) if whole else torch.tensor(positions, device=self._device) - start
-        return where, torch.tensor(slots, dtype=torch.int64, device=self._device)
+        has_all = len(positions) == stop - start
+        index = slice(None) if has_all else torch.tensor(positions, device=self._device) - start
+        return index, torch.tensor(slots, dtype=torch.int64, device=self._device)
 
     def spare_blocks(self, tokens: int) -> list[list[int]]:
-        """Blocks for so many tokens, in descending order, while no request has any; block 0 is vLLM's null block."""
+        """Block ids for this many tokens, descending, while no request has blocks; block 0 is vLLM's null block."""
         counts = [-(-tokens // size) for size in self.block_sizes]
         return [list(range(sum(counts[: n + 1]), sum(counts[:n]), -1)) for n in range(len(counts))]
 
     def forward(self, model: Any, token_ids: Sequence[int], start: int, blocks: Blocks) -> Tensor:
-        """vLLM's own forward pass of token_ids from position `start` on, as a step's only request: (R, hidden)."""
+        """vLLM's own forward pass over token_ids, from position `start` on, as a step's only request: (R, hidden)."""
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 

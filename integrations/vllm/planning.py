@@ -3,11 +3,11 @@
 A fused block must never be reused by another prompt: which rows were computed depends on the question. So its hash is
 salted with everything that its KV depends on: the method, and the whole prompt with its passages. The same question
 then reuses its blocks, and a continued conversation those of its beginning, because recently fused prompts are
-remembered and lend their salt to prompts that begin with them. A prompt that is fused itself gets its own salt, because
+remembered and lend their salt to prompts that begin with them. A prompt that is itself fused gets its own salt, because
 with a lent one another prompt with the same beginning would reuse its blocks.
 
-What a repeated question does not find in its own blocks is fused again, never computed by vLLM over the fused rows: the
-answer would differ from the first one.
+If some blocks of a repeated question are not cached any more, it is fused again. vLLM never computes them over the
+fused rows, because the answer would differ from the first one.
 """
 
 import hashlib
@@ -23,24 +23,25 @@ from ragblend.integrations.vllm.settings import RequestOptions
 from ragblend.kvstore.keys import pack_tokens
 
 # Fusing computes rows in smaller pieces, and loads and writes KV, so it must save at least this share of the rows.
-GAIN = 0.3
+MIN_SAVED_SHARE = 0.3
 MOST_ENCODED = 8  # limit for a request with `encode`: all other requests wait for that step
-REMEMBERED = 512  # prompts that a later one may continue
+MAX_REMEMBERED = 512  # prompts that a later one may continue
 
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """One prompt's passages, and the savings of fusing them. stored: the space that has each passage's KV, or None.
+    """One prompt's passages, and the savings of fusing them.
 
-    continued: tokens of the earlier prompt whose salt it has, because vLLM has cached so much of it that vLLM computes
-    the rest; 0: it has its own salt.
+    stored: the space that has each passage's KV, or None; tokens: of the prompt; continued_tokens: length of the
+    earlier prompt whose salt it has, because so much of that one is cached that vLLM computes the rest; 0: it has its
+    own salt.
     """
 
     options: RequestOptions
     matches: tuple[Match, ...]
     stored: tuple[str | None, ...]
     tokens: int
-    continued: int = 0
+    continued_tokens: int = 0
 
     @property
     def stored_tokens(self) -> int:
@@ -58,8 +59,8 @@ class FusionPlan:
         return self.options.ratio if fixed is None else fixed
 
     @property
-    def encoded(self) -> list[Match]:
-        """The passages that are encoded before the prompt is read."""
+    def to_encode(self) -> list[Match]:
+        """The passages that are encoded before the prompt is fused."""
         if not self.options.encode:
             return []
         pairs = zip(self.matches, self.stored, strict=True)
@@ -67,18 +68,18 @@ class FusionPlan:
 
     @property
     def step_rows(self) -> float:
-        """Rows that its step computes: of passages to encode, and its own."""
-        return self.computed_tokens + self._ratio * sum(len(match.whole) for match in self.encoded)
+        """Rows computed in its step: its own, and those of passages to encode."""
+        return self.computed_tokens + self._ratio * sum(len(match.whole) for match in self.to_encode)
 
-    def saves(self, computed_tokens: int) -> bool:
-        """Whether fusing the whole prompt is less work than computing it when vLLM has the first tokens' KV."""
-        return self.step_rows <= (1 - GAIN) * (self.tokens - computed_tokens)
+    def saves_rows(self, computed_tokens: int) -> bool:
+        """Whether fusing the whole prompt is less work than computing it where vLLM has the first tokens' KV."""
+        return self.step_rows <= (1 - MIN_SAVED_SHARE) * (self.tokens - computed_tokens)
 
-    def pays(self, computed_tokens: int, minimum_tokens: int) -> bool:
-        """Whether to fuse: it saves work, or the request demands it."""
+    def should_fuse(self, computed_tokens: int, minimum_tokens: int) -> bool:
+        """Whether fusing saves work, or the request demands it."""
         is_enough = self.stored_tokens >= minimum_tokens or bool(self.options.encode)
-        is_wanted = is_enough and (self.options.asked or self.saves(computed_tokens))
-        return bool(self.encoded) or (self.tokens - computed_tokens > 1 and is_wanted)
+        is_wanted = is_enough and (self.options.chose_method or self.saves_rows(computed_tokens))
+        return bool(self.to_encode) or (self.tokens - computed_tokens > 1 and is_wanted)
 
     def prompt(self, token_ids: Sequence[int]) -> Prompt:
         """The engine's prompt: passages as chunks of the space that has or will have their KV."""
@@ -92,17 +93,17 @@ def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], spaces: Sequen
     for match, space in zip(matches, spaces, strict=True):
         segments.append(Literal("", tuple(token_ids[at : match.start])))
         ids = tuple(token_ids[match.start : match.stop])
-        whole = None if ids == match.whole else match.whole  # paths hold whole passages only
+        whole = None if ids == match.whole else match.whole  # a path consists of whole passages only
         part = Chunk(None, match.node_id, ids, space, match.node_id is not None, whole, match.skipped)
         segments.append(part)
         at = match.stop
     return Prompt([*segments, Literal("", tuple(token_ids[at:]))])
 
 
-def marked(token_ids: Sequence[int], matches: Sequence[Match]) -> list[int]:
-    """Each token id combined with the passage boundaries that its KV depends on.
+def mark_boundaries(token_ids: Sequence[int], matches: Sequence[Match]) -> list[int]:
+    """Each token id combined with a mark: in no passage, in one, or the first of a whole passage or of a part of one.
 
-    The marks of a prompt's beginning equal the beginning of the prompt's marks.
+    Marking the beginning of a prompt gives the beginning of the marked prompt.
     """
     marks = [0] * len(token_ids)
     for match in matches:
@@ -114,21 +115,21 @@ def marked(token_ids: Sequence[int], matches: Sequence[Match]) -> list[int]:
 class SaltCache:
     """The salts of recently fused prompts, for prompts that begin with one of them."""
 
-    def __init__(self, most: int = REMEMBERED) -> None:
-        self._most = most
-        # By length and digest of its tokens: a prompt's salt, and the length of the prompt that was fused with it.
+    def __init__(self, max_prompts: int = MAX_REMEMBERED) -> None:
+        self._max_prompts = max_prompts
+        # By length and digest of a prompt's tokens: its salt, and the length of the prompt first fused with it.
         self._known: OrderedDict[tuple[int, bytes], tuple[str, int]] = OrderedDict()
 
     def salt_of(
         self,
         token_ids: Sequence[int],
         fused_by: str,
-        continues: Callable[[str, int], bool] = lambda lent, tokens: True,
+        continues: Callable[[str, int], bool] = lambda lent_salt, tokens: True,
     ) -> tuple[str, int]:
-        """The salt of a prompt with `marked` tokens, and the length of the prompt that lends it (0: its own).
+        """The salt of a prompt, and the length of the prompt that lends it (0: it is its own); remembers it.
 
-        fused_by: the method. It is the salt of the longest known beginning if `continues(that salt, length)`, else the
-        prompt's own. Remembers it.
+        token_ids: from `mark_boundaries`; fused_by: the method, and all else that the KV depends on. The salt is that
+        of the longest remembered beginning if `continues(that salt, its length)`, else the prompt's own.
         """
         packed = pack_tokens(token_ids)
         digest = hashlib.sha256(fused_by.encode("utf-8", "surrogatepass") + b"\0")
@@ -140,23 +141,23 @@ class SaltCache:
                 found = (length, digest.digest()), known_salt
         digest.update(packed[4 * at :])
         own, salt = (len(token_ids), digest.digest()), f"ragblend-{digest.hexdigest()}"
-        lent = 0
+        lent_tokens = 0
         if found is not None:
             self._known.move_to_end(found[0])
-            known, length = found[1]
-            if known != salt and continues(known, length):
-                salt, lent = known, length
-        self._known[own] = salt, lent or len(token_ids)
+            lent_salt, length = found[1]
+            if lent_salt != salt and continues(lent_salt, length):
+                salt, lent_tokens = lent_salt, length
+        self._known[own] = salt, lent_tokens or len(token_ids)
         self._known.move_to_end(own)
-        while len(self._known) > self._most:
+        while len(self._known) > self._max_prompts:
             self._known.popitem(last=False)
-        return salt, lent
+        return salt, lent_tokens
 
 
 def slots_of(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[list[int], list[int]]:
     """Positions in start..stop that have a block, and the slot of each; block 0 is null (outside a window)."""
     positions = np.arange(start, stop)
-    of_blocks = np.asarray(blocks, dtype=np.int64)[positions // size]
-    kept = of_blocks != 0
-    slots = of_blocks[kept] * size + positions[kept] % size
-    return positions[kept].tolist(), slots.tolist()
+    block_ids = np.asarray(blocks, dtype=np.int64)[positions // size]
+    has_block = block_ids != 0
+    slots = block_ids[has_block] * size + positions[has_block] % size
+    return positions[has_block].tolist(), slots.tolist()

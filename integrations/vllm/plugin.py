@@ -16,7 +16,7 @@ _paused: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def register() -> None:
-    """Called by vLLM in every process, perhaps more than once. Leaves an unsupported vLLM as it is."""
+    """Called by vLLM in every process, perhaps more than once. Does not patch an unsupported vLLM."""
     from ragblend.integrations.vllm.versions import missing_name, refusal
 
     # Also in an unsupported vLLM: the connector then reports the problem, but only if it is used.
@@ -31,11 +31,11 @@ def register() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    _before(WorkerWrapperBase, "initialize_from_config", _track_worker)
-    _before(Scheduler, "set_pause_state", _track_pause)
+    _call_before(WorkerWrapperBase, "initialize_from_config", _track_worker)
+    _call_before(Scheduler, "set_pause_state", _track_pause)
 
 
-def _before(owner: Any, name: str, track: Callable[..., None]) -> None:
+def _call_before(owner: Any, name: str, track: Callable[..., None]) -> None:
     """Patch a method to call `track` with its arguments first. Idempotent."""
     original = getattr(owner, name)
     if getattr(original, "is_tracked", False):
@@ -58,7 +58,7 @@ def _track_pause(scheduler: Any, pause_state: Any) -> None:
 
 
 def is_paused() -> bool:
-    """Whether vLLM's scheduler is paused here, perhaps to be given other weights."""
+    """Whether vLLM's scheduler is paused in this process, perhaps to load other weights."""
     return bool(_paused)
 
 

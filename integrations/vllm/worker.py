@@ -1,5 +1,5 @@
-"""The connector's part in vLLM's worker process, which has the model: fuses the prompts that the scheduler's part
-sends, writes their KV into vLLM's blocks, encodes passages, and reports.
+"""The connector's worker side, in the process that has the model: fuses the prompts that the scheduler side sends,
+writes their KV into vLLM's blocks, encodes passages, and reports.
 """
 
 import logging
@@ -41,18 +41,18 @@ MOST_TAIL_BYTES = 256 << 20  # of a `TailCache`
 
 
 class TailCache:
-    """The KV of the last tokens of fused prompts, which fill no whole block: vLLM's prefix cache has only whole ones.
+    """The KV of the last tokens of fused prompts, which do not fill a block: vLLM's prefix cache has only full blocks.
 
-    With it, a repeated question gets all of its fused KV again, and so the same answer. Prompts are named by the salt
-    of their blocks (`PromptToFuse`).
+    With it, a repeated question gets all of its fused KV again, and so the same answer. A prompt's key is the salt of
+    its blocks (`PromptToFuse`).
     """
 
     def __init__(self, most_bytes: int = MOST_TAIL_BYTES) -> None:
         self._most_bytes, self._bytes = most_bytes, 0
         self._rows: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
 
-    def keep(self, salt: str, start: int, rows: Tensor) -> None:
-        """Keep rows (L, 2, H, T, D) from position `start` on; evicts the least recently used prompts."""
+    def put(self, salt: str, start: int, rows: Tensor) -> None:
+        """Store rows (L, 2, H, T, D) from position `start` on; evicts the least recently used prompts."""
         if (old := self._rows.pop(salt, None)) is not None:
             self._bytes -= old[1].nbytes
         self._rows[salt] = start, rows
@@ -61,7 +61,7 @@ class TailCache:
             self._bytes -= self._rows.popitem(last=False)[1][1].nbytes
 
     def rows(self, salt: str, start: int) -> Tensor | None:
-        """Rows from position `start` on; None if earlier ones than were kept are needed."""
+        """The rows from position `start` on; None if some of them are not stored."""
         first, rows = self._rows.get(salt, (sys.maxsize, None))
         if rows is None or start < first:
             return None
@@ -73,35 +73,39 @@ class ConnectorWorker:
     """Does the work of each step on the model of vLLM's worker.
 
     If fusing a prompt of at most `step_tokens` fails, it is computed in full here; vLLM computes a longer one in
-    pieces, because its wait for workers is limited. is_ahead: prompts are fused a step before vLLM computes their last
-    token, so that vLLM itself can compute one that failed. refusal: why nothing is fused; None if prompts are. The
-    scheduler gets it before the first request. Of a tensor-parallel group only the first worker leads; the others run
-    the leader's operations on their shards.
+    pieces, because it waits for workers only for a limited time. fuses_ahead: whether prompts are fused a step before
+    vLLM computes their last token, so that vLLM itself can compute one that failed. refusal: why nothing is fused, None
+    if prompts are; the scheduler gets it before the first request. Of a tensor-parallel group only the first worker
+    leads; the others run the leader's operations on their shards.
     """
 
-    def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings, is_ahead: bool = False) -> None:
-        self._runtime, self._settings, self._is_ahead = runtime, settings, is_ahead
+    def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings, fuses_ahead: bool = False) -> None:
+        self._runtime, self._settings, self._fuses_ahead = runtime, settings, fuses_ahead
         self._step_tokens = settings.step_tokens
         self._decoder: VllmDecoder | None = None
         self._leads = True
         self.refusal: str | None = "the worker has not started"
         self._encoder: ChunkEncoder | None = None
-        self._token_seconds = 0.0  # of the passage that was encoded last
+        self._seconds_per_token = 0.0  # of the last encoded passage
         self._tails = TailCache()
-        self._failed: set[int] = set()
-        self._loaded, self._lost = set[str](), set[str]()  # requests whose load has ended, and has failed
+        self._failed_blocks: set[int] = set()
+        self._loaded, self._failed_loads = (
+            set[str](),
+            set[str](),
+        )  # requests whose load has ended, and has failed
         self._reports, self._stats = FusionReports(), FusionStats()
 
     def start(self, make: "Callable[[str], VllmDecoder]", group: TensorParallelGroup) -> None:
-        """Create the decoder and run the gate; the model and vLLM's KV cache must exist. All workers of a group start
-        together, and agree on one refusal. make(dtype): gives the decoder.
+        """Create the decoder and run the gate; the model and vLLM's KV cache must exist.
+
+        All workers of a group start together, and agree on one refusal. make(dtype): creates the decoder.
         """
         started = time.perf_counter()
         decoders: list[VllmDecoder] = []
         self._leads = group.leads
-        self.refusal = group.agree(_error_of(lambda: decoders.append(make(self._runtime.dtype))))
+        self.refusal = group.agree(_failure_of(lambda: decoders.append(make(self._runtime.dtype))))
         if self.refusal is None:
-            self.refusal = group.agree(_error_of(lambda: self._run_gate(decoders[0])))
+            self.refusal = group.agree(_failure_of(lambda: self._run_gate(decoders[0])))
         if self.refusal is None:
             self._decoder = decoders[0]
             log.info("RAGBlend fuses prompts here; the gate took %.1f s", time.perf_counter() - started)
@@ -110,7 +114,7 @@ class ConnectorWorker:
 
     def _run_gate(self, decoder: "VllmDecoder") -> None:
         """Test the model, and give it to the runtime if it passes. Raises UnsupportedModelError if not."""
-        with _plain_modules(), self._lead_or_follow(decoder) as leads:
+        with _uncompiled_modules(), self._lead_or_follow(decoder) as leads:
             if not leads:
                 return
             runtime = self._runtime
@@ -118,7 +122,7 @@ class ConnectorWorker:
             if not verdict.passed:
                 raise UnsupportedModelError(str(verdict.reason))
             runtime.adopt(decoder, verdict)
-            # Opened now, not by the first request.
+            # These properties are slow on first use, so they are used now, not by the first request.
             _ = runtime.store, runtime.readers, runtime.canonical_prefix
             runtime.background.add(self._read_ahead)
 
@@ -130,7 +134,7 @@ class ConnectorWorker:
 
     @contextmanager
     def _lead_or_follow(self, decoder: "VllmDecoder") -> Iterator[bool]:
-        """Yield whether this worker leads. One that follows has, by then, run all operations of the leader's block."""
+        """Yield whether this worker leads. A follower first runs all operations of the leader's block."""
         if not self._leads:
             decoder.follow()
             yield False
@@ -152,52 +156,58 @@ class ConnectorWorker:
     def run(self, work: StepWork) -> None:
         """Do a step's work, before vLLM's forward pass. In most steps there is none."""
         decoder = self._decoder
-        if decoder is None:  # its prompts were scheduled before the refusal arrived: `_serve` reports it
+        if decoder is None:  # the prompts were scheduled before the refusal arrived: `_serve` reports it
             for prompt in work.prompts if self._leads else ():
                 self._serve(prompt)
         elif work.prompts or work.encode is not None:
-            with _plain_modules(), self._lead_or_follow(decoder) as leads:
+            with _uncompiled_modules(), self._lead_or_follow(decoder) as leads:
                 for prompt in work.prompts if leads else ():
                     self._serve(prompt)
                 if work.encode is not None and leads:
                     self._encode(*work.encode, is_idle=True)
-        if self._is_ahead:
+        if self._fuses_ahead:
             self._loaded |= {prompt.request_id for prompt in work.prompts}
 
     def _serve(self, prompt: PromptToFuse) -> None:
-        """Write a prompt's KV: what is left of it from the tail cache, or by fusing; recover from any error."""
+        """Write a prompt's KV, its last rows from the tail cache or all by fusing; recover from any error."""
         try:
             if not self._restore(prompt):
                 self._fuse(prompt, prompt.plan.options.method)
             return
         except Exception as error:
             log.warning(
-                "request %s could not be fused (%s: %s), and is computed", prompt.request_id,
+                "request %s could not be fused (%s: %s) and is computed in full", prompt.request_id,
                 type(error).__name__, error, exc_info=not isinstance(error, RagBlendError),
             )  # fmt: skip
             message = f"{type(error).__name__}: {error}"
-        self._recover(prompt, message)  # after the handler, whose error keeps memory
+        self._recover(
+            prompt, message
+        )  # outside the handler, because the error's traceback keeps tensors alive
 
     def _recover(self, prompt: PromptToFuse, message: str) -> None:
-        """Let vLLM compute the prompt, by naming it or its blocks as failed. If its last token is computed in this
-        step, try to compute all rows here first, so that no request uses unwritten blocks.
+        """Let vLLM compute the prompt, by reporting its load or its blocks as failed.
+
+        If its last token is computed in this step, try to compute all rows here first, so that no request uses
+        unwritten blocks.
         """
         self._stats.add(failures=1)
         self._report(prompt, {"error": message})
-        if self._is_ahead:
-            self._lost.add(prompt.request_id)
+        if self._fuses_ahead:
+            self._failed_loads.add(prompt.request_id)
             return
         with suppress(Exception):
             if prompt.stop <= self._step_tokens:
                 self._fuse(prompt, "full")
                 return
-        # Of the first KV cache group: with several, vLLM raises, and computing here has been tried.
+        # Of the first KV cache group: with several groups vLLM raises, but then computing here was tried before.
         size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
         first = 0 if size is None else prompt.start // size
-        self._failed |= set(prompt.blocks[0][first:]) - {0}  # 0: no block, outside of a sliding window
+        self._failed_blocks |= set(prompt.blocks[0][first:]) - {
+            0
+        }  # 0: the null block, outside of a sliding window
 
     def _restore(self, prompt: PromptToFuse) -> bool:
-        """Write the last rows of a repeated question, whose other blocks vLLM's prefix cache has; False for another."""
+        """Write the last rows of a repeated question, whose blocks vLLM's prefix cache has; False for another one."""
         decoder, rows = self._decoder, self._tails.rows(prompt.salt, prompt.start)
         if decoder is None or rows is None:
             return False
@@ -218,7 +228,7 @@ class ConnectorWorker:
         if self._decoder is None:
             raise RagBlendError(str(self.refusal))
         options, plan, stop = prompt.plan.options, prompt.plan, prompt.stop
-        for match in plan.encoded:
+        for match in plan.to_encode:
             self._encode(match.whole, options.collection, options.space, match.node_id)
         segments = plan.prompt(prompt.token_ids)
         request = Request(segments, policy_named(method), options.ratio, options.collection, room_tokens=0)
@@ -232,12 +242,12 @@ class ConnectorWorker:
             block_tokens = math.lcm(*self._decoder.paged.block_sizes)
             tail, layers = stop // block_tokens * block_tokens, range(self._decoder.geometry.layers)
             rows = torch.stack([torch.stack(cache.span(layer, tail, stop)) for layer in layers])
-            self._tails.keep(prompt.salt, tail, rows.cpu())
+            self._tails.put(prompt.salt, tail, rows.cpu())
         self._count(prompt, prefilled.report, fused - started, time.perf_counter() - fused)
         self._runtime.background.add(self._runtime.store.save_ledger)
-        # Only KV with a node is stored, because other KV could not be deleted.
-        known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
-        arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}
+        # Only KV of a node is stored, because other KV could not be deleted.
+        with_node = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
+        arrived = {key: blob for key, blob in prefilled.arrived.items() if key in with_node}
         queue_storing_arrived(self._runtime, request, replace(prefilled, arrived=arrived))
 
     def _count(self, prompt: PromptToFuse, report: Report, fused_s: float, write_s: float) -> None:
@@ -274,7 +284,7 @@ class ConnectorWorker:
         )  # fmt: skip
 
     def _report(self, prompt: PromptToFuse, details: dict[str, Any]) -> None:
-        """Keep a report for the scheduler; of a prompt the first one, so that the recovery does not hide an error."""
+        """Add a prompt's report for the scheduler. Its first one counts, so that a recovery does not hide an error."""
         first = self._reports.prompts.setdefault(prompt.request_id, details)
         if prompt.plan.options.label is not None:
             self._reports.by_label[prompt.plan.options.label] = first
@@ -285,12 +295,12 @@ class ConnectorWorker:
         """Store a passage's KV, encoded alone after the canonical prefix, unless its node has been deleted.
 
         passage: its token ids. space: where its KV is stored: the collection, or the part of it that only requests with
-        one salt find. is_idle: no prompt waits for it, so the shared store is tried first (for a prompt's passages that
-        was done when the request arrived), and a passage that would take too long is left out.
+        one salt find. is_idle: no prompt waits for it, so the shared store is tried first (for a prompt's passages the
+        scheduler has looked there), and a passage that would take too long is not encoded.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
-            runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
+            runtime.check_length(len(prefix) + len(passage), "a passage after its prefix")
             key = runtime.key_of(prefix, passage, space)
             nodes = LocalNodeEncoder(runtime, collection)
             if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
@@ -298,14 +308,18 @@ class ConnectorWorker:
             if is_idle and nodes.copy_from_shared(key, passage, prefix, node_id):
                 return
             limit = self._settings.encode_seconds
-            if is_idle and limit is not None and self._token_seconds * len(passage) > limit:
-                log.warning("a passage of %d tokens would take more than %g s to encode", len(passage), limit)
+            if is_idle and limit is not None and self._seconds_per_token * len(passage) > limit:
+                log.warning(
+                    "a passage of %d tokens is not encoded, because it would take more than %g s",
+                    len(passage),
+                    limit,
+                )
                 return
             if self._encoder is None:
                 self._encoder = ChunkEncoder(runtime.decoder, prefix)
             started = time.perf_counter()
             encoded = self._encoder.encode(passage)
-            self._token_seconds = (time.perf_counter() - started) / len(passage)
+            self._seconds_per_token = (time.perf_counter() - started) / len(passage)
             self._stats.add(encoded=int(nodes.store(key, encoded, node_id)))
         except Exception as error:
             log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
@@ -314,13 +328,14 @@ class ConnectorWorker:
 
     def take_failed_blocks(self) -> set[int]:
         """Ids of blocks without valid KV, which vLLM must compute."""
-        failed, self._failed = self._failed, set()
+        failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
-        """The requests that were fused a step ahead, and those of them that vLLM must compute."""
-        ended, self._loaded, self._lost = (self._loaded, self._lost), set(), set()
-        return ended
+        """Ids of the requests that were fused a step ahead, and of those among them that vLLM must compute."""
+        loads = self._loaded, self._failed_loads
+        self._loaded, self._failed_loads = set(), set()
+        return loads
 
     def take_reports(self) -> FusionReports | None:
         reports, self._reports = self._reports, FusionReports()
@@ -331,8 +346,8 @@ class ConnectorWorker:
         return None if stats.is_empty() else replace(stats)
 
 
-def _error_of(step: Callable[[], None]) -> str | None:
-    """Run a step of the start; returns why it failed, None if it did not."""
+def _failure_of(step: Callable[[], None]) -> str | None:
+    """Run a step of the start; returns why it failed, or None."""
     try:
         step()
     except RagBlendError as error:
@@ -344,11 +359,11 @@ def _error_of(step: Callable[[], None]) -> str | None:
 
 
 @contextmanager
-def _plain_modules() -> Iterator[None]:
+def _uncompiled_modules() -> Iterator[None]:
     """Context for calling vLLM's modules one by one, uncompiled and out of inference mode, with any number of rows.
 
-    Compiling each norm, and some again for new shapes, would take seconds between requests. The buffers must be no
-    inference tensors, because the loader's threads, which are not in inference mode, fill them.
+    Compiling each norm, and some again for new shapes, would take seconds between requests. Buffers must not be
+    inference tensors, because the loader's threads fill them, which are not in inference mode.
     """
     with torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         yield

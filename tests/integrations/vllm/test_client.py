@@ -275,7 +275,7 @@ def test_kv_of_a_node_that_is_deleted_while_the_server_encodes_it_is_deleted(ope
         engine.forget(["a"])
         return fetch(*given)
 
-    monkeypatch.setattr(engine.runtime.store, "delete", lambda keys, still: deleted.extend(keys) or 0)
+    monkeypatch.setattr(engine.runtime.store, "delete", lambda keys, recheck: deleted.extend(keys) or 0)
     monkeypatch.setattr(engine.runtime.server, "fetch", late)
     assert list(engine.encode_nodes(["a"])) == [0]
     assert len(deleted) == 2, "by who deleted it, and when it was there"
@@ -503,7 +503,7 @@ def test_waiting_for_a_busy_server_can_be_cancelled(opened):
 def test_a_silent_server_is_given_up(opened, monkeypatch):
     engine, server = opened
     server.silent = True
-    monkeypatch.setattr("ragblend.integrations.vllm.server.INTRODUCTION_S", 0.2)
+    monkeypatch.setattr("ragblend.integrations.vllm.server.QUERY_TIMEOUT_S", 0.2)
     with pytest.raises(ModelServerError, match="no answer from the server"):
         engine.generate(ASKED)
     server.silent = False
@@ -534,11 +534,11 @@ def test_a_server_that_is_no_vllm_is_named(opened, monkeypatch):
         handler.close_connection = True
 
     monkeypatch.setattr(vllm_fake.Handler, "_json", page)
-    with pytest.raises(ModelServerError, match="is no vLLM"):
+    with pytest.raises(ModelServerError, match="is not vLLM"):
         engine.generate(ASKED)
     monkeypatch.undo()
     server.cards = ["something", "else"]
-    with pytest.raises(ModelServerError, match="is no vLLM that is known"):
+    with pytest.raises(ModelServerError, match="is not a vLLM of a known version"):
         engine.generate(ASKED)
 
 
@@ -569,7 +569,7 @@ def test_what_a_server_cannot_do_is_refused_by_name(opened):
     with pytest.raises(UnsupportedModelError, match="comparing logits cannot be had from vLLM at"):
         loaded_here(engine, "comparing logits")
     for options in ({"keep_tokens": 9}, {"repetition_penalty": 1.1}):
-        with pytest.raises(UsageError, match=f"{next(iter(options))} cannot be had"):
+        with pytest.raises(UsageError, match=f"vLLM does not support {next(iter(options))}"):
             engine.generate(ASKED, **options)
     assert len(server.asked) == 1 and engine.known_profile is None and not engine.measures_answers
 
@@ -599,4 +599,4 @@ def test_engines_of_one_server_share_what_they_know(opened):
 def test_an_error_within_a_stream_is_named_in_any_form(said):
     """Of some proxies it is a text."""
     with pytest.raises(ModelServerError):
-        raise Completions("http://127.0.0.1:1")._event(said)
+        raise Completions("http://127.0.0.1:1")._parse_event(said)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ragblend.integrations.vllm.finder import EDGE, PassageFinder
+from ragblend.integrations.vllm.finder import EDGE_TOKENS, PassageFinder
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
 SCOPE = Scope("default", "t" * 64)
@@ -36,7 +36,7 @@ def test_whole_passages_are_found_anywhere(nodes):
     ]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1), (3, 2), (EDGE, EDGE)])
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1), (3, 2), (EDGE_TOKENS, EDGE_TOKENS)])
 def test_tokens_at_the_edges_may_differ(nodes, before, after):
     passage = ids_of(3)
     enter(nodes, passage)
@@ -49,17 +49,17 @@ def test_a_node_is_found_by_exactly_its_tokens(nodes):
     passage, short = ids_of(4), ids_of(5, 8)
     enter(nodes, passage, short)
     finder = PassageFinder(nodes, SCOPE)
-    assert finder.name_of(passage) == "n0"
+    assert finder.node_id_of(passage) == "n0"
     for other in (passage[1:], (*passage, 7), short, (), (0x110000,) * 60):
-        assert finder.name_of(other) is None
+        assert finder.node_id_of(other) is None
     enter(nodes, ids_of(6))  # under the same name
-    assert finder.name_of(passage) is None and finder.name_of(ids_of(6)) == "n0"
+    assert finder.node_id_of(passage) is None and finder.node_id_of(ids_of(6)) == "n0"
 
 
 @pytest.mark.parametrize(
     ("prompt", "scope"),
     [
-        ([1, *ids_of(4)[EDGE + 1 :], 2], SCOPE),
+        ([1, *ids_of(4)[EDGE_TOKENS + 1 :], 2], SCOPE),
         ([*ids_of(4)[:30], 7, *ids_of(4)[31:]], SCOPE),
         ([0x110000, *ids_of(4)], SCOPE),
         (ids_of(4), Scope("others", SCOPE.tokenizer)),

@@ -9,7 +9,7 @@ from ragblend.integrations.vllm.planning import (
     MOST_ENCODED,
     FusionPlan,
     SaltCache,
-    marked,
+    mark_boundaries,
     prompt_of,
     slots_of,
 )
@@ -25,7 +25,7 @@ def plan(*stored, given=None, matches=PASSAGES):
 
 
 @pytest.mark.parametrize(
-    ("stored", "given", "computed", "minimum", "pays"),
+    ("stored", "given", "computed", "minimum", "should_fuse"),
     [
         ((True, True), None, 0, 64, True),
         ((False, False), None, 0, 64, False),
@@ -38,17 +38,17 @@ def plan(*stored, given=None, matches=PASSAGES):
         ((True, True), RECOMPUTE, 999, 64, False),  # the last token is vLLM's
     ],
 )
-def test_fusing_pays_where_it_saves_rows_or_was_asked_for(stored, given, computed, minimum, pays):
-    assert plan(*stored, given=given).pays(computed, minimum) == pays
+def test_fusing_pays_where_it_saves_rows_or_was_asked_for(stored, given, computed, minimum, should_fuse):
+    assert plan(*stored, given=given).should_fuse(computed, minimum) == should_fuse
 
 
 def test_rows_of_a_step_are_those_of_the_prompt_and_of_passages_that_are_encoded():
     assert plan(True, True).step_rows == plan(True, True).computed_tokens == 1000 - 800 * (1 - DEFAULT_RATIO)
     assert plan(True, True, given=RECOMPUTE).computed_tokens == 1000
     assert plan(True, False, given=ENCODE).step_rows == 400 + 1000 - 800 * (1 - DEFAULT_RATIO)
-    assert plan(True, True, given=ENCODE).saves(0) and not plan(False, False, given=ENCODE).saves(0)
+    assert plan(True, True, given=ENCODE).saves_rows(0) and not plan(False, False, given=ENCODE).saves_rows(0)
     many = plan(*[False] * 20, given=ENCODE, matches=(Match(0, 40, tuple(range(40)), 0),) * 20)
-    assert len(many.encoded) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * (
+    assert len(many.to_encode) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * (
         1 - DEFAULT_RATIO
     )
 
@@ -84,7 +84,7 @@ def test_other_passages_in_the_same_prompt_give_another_salt():
 
     def salt(*places, **more):
         return SaltCache().salt_of(
-            marked(ids, [Match(a, b, more.get("whole", tuple(ids[a:b])), 0) for a, b in places]), "m"
+            mark_boundaries(ids, [Match(a, b, more.get("whole", tuple(ids[a:b])), 0) for a, b in places]), "m"
         )
 
     several = [
@@ -96,7 +96,9 @@ def test_other_passages_in_the_same_prompt_give_another_salt():
     ]
     assert len({found for found, _ in several}) == 5 and salt((10, 40)) == several[1]
     longer, matches = [*ids, 7, 8], [Match(10, 40, tuple(ids[10:40]), 0), Match(100, 102, (7, 8), 0)]
-    assert marked(longer, matches)[:100] == marked(ids, matches[:1]), "so a conversation can go on"
+    assert mark_boundaries(longer, matches)[:100] == mark_boundaries(ids, matches[:1]), (
+        "so a conversation can go on"
+    )
 
 
 def test_a_continued_conversation_has_the_salt_of_its_beginning():
@@ -119,7 +121,7 @@ def test_a_prompt_that_is_fused_itself_has_its_own_salt_and_lends_it():
 
 
 def test_the_least_recently_used_salts_are_forgotten():
-    salts = SaltCache(most=2)
+    salts = SaltCache(max_prompts=2)
     salt, _ = salts.salt_of([1, 2], "m")
     salts.salt_of([3, 4], "m")
     assert salts.salt_of([1, 2, 5], "m") == (salt, 2), "and asking keeps it"

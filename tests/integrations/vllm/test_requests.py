@@ -277,7 +277,7 @@ def test_a_passage_that_would_take_too_long_is_not_encoded_when_idle(empty, monk
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker, text = get_kv_transfer_group()._worker, passage(93)
-    monkeypatch.setattr(worker, "_token_seconds", 0.1)
+    monkeypatch.setattr(worker, "_seconds_per_token", 0.1)
     empty.engine.enter([text], ["p93"])
     for seconds in (1, 1000):
         monkeypatch.setattr(worker, "_settings", replace(worker._settings, encode_seconds=seconds))

@@ -86,7 +86,7 @@ OTHER_GROUP = SimpleNamespace(kv_cache_spec=SimpleNamespace())
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_unsupported_configurations_are_refused_by_name(changes, reason):
-    from ragblend.integrations.vllm.runtime import unsupported
+    from ragblend.integrations.vllm.runtime import unsupported_reason
 
     changes = {"model": "/a/folder", "groups": ()} | changes
     groups = changes.pop("groups")
@@ -103,7 +103,7 @@ def test_unsupported_configurations_are_refused_by_name(changes, reason):
     model = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": changes["model"]}
     model |= {"is_multimodal_model": False, "runner_type": "generate", "hf_overrides": {}} | changes
     config |= {"model_config": SimpleNamespace(**model), "load_config": SimpleNamespace(**load)}
-    refusal = unsupported(SimpleNamespace(**config), SimpleNamespace(kv_cache_groups=groups))
+    refusal = unsupported_reason(SimpleNamespace(**config), SimpleNamespace(kv_cache_groups=groups))
     assert refusal is None if reason is None else str(refusal).startswith(reason)
 
 

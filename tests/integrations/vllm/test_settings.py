@@ -12,7 +12,7 @@ MINE = ConnectorSettings.of(
 
 def test_a_request_without_options_gets_the_servers_settings():
     options = RequestOptions.of(MINE, None, 10)
-    found = options.method, options.ratio, options.collection, options.asked
+    found = options.method, options.ratio, options.collection, options.chose_method
     assert found == ("cacheblend", 0.2, "mine", False)
 
 
@@ -22,7 +22,7 @@ def test_a_request_may_choose_its_options():
     assert (options.encode, options.label) == (False, "mine 7")
     assert RequestOptions.of(MINE, {"encode": True}, 10).encode is True
     assert RequestOptions.of(ConnectorSettings(encode_missing=False), {"encode": True}, 10).encode is False
-    assert (options.method, options.collection, options.asked) == ("reuse", "shared", True)
+    assert (options.method, options.collection, options.chose_method) == ("reuse", "shared", True)
     assert options.spans == ((1, 4), (4, 9))
 
 
