@@ -177,20 +177,19 @@ class KVStore(Closing):
         key: ChunkKey,
         chunk: ChunkKV,
         codec: Codec = RAW,
-        shared: bool = True,
         may_store: Callable[[], bool] | None = None,
     ) -> bool:
         """Store (or replace) a value; it is on disk and in the index when this returns, and in the shared store soon
         after.
 
-        codec: of its layers, except that a tree node is raw, because it must stay exact. shared: whether to copy it to
-        the shared store. may_store: called while no other writer can delete or put anything; if it returns False, or
-        the parent of a tree node is not stored, nothing is stored and this returns False. Raises StoreFullError,
-        StoreLockedError, StoreError; then nothing has changed.
+        codec: of its layers, except that a tree node is raw, because it must stay exact. may_store: called while no
+        other writer can delete or put anything; if it returns False, or the parent of a tree node is not stored,
+        nothing is stored and this returns False. Raises StoreFullError, StoreLockedError, StoreError; then nothing has
+        changed.
         """
         blob = Blob.of(key, chunk, RAW if chunk.parent is not None else codec)
         stored = self.put_blob(blob, may_store)
-        if stored and self.remote is not None and shared and chunk.parent is None:
+        if stored and self.remote is not None and chunk.parent is None:
             self.remote.queue_write(key)
         return stored
 

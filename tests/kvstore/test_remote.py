@@ -134,11 +134,10 @@ def test_the_write_queue_is_bounded(redis, open_at, sample, monkeypatch):
         assert stats.waiting <= 2 and stats.dropped >= 3 and store.stats().entries == 6
 
 
-def test_tree_nodes_and_unshared_values_are_not_written(redis, open_at, sample):
+def test_tree_nodes_are_not_written(redis, open_at, sample):
     store = open_at(redis.url + PATIENT)
     (parent, chunk), (own, other) = sample(1), sample(2)
     put(store, (parent, chunk), (own, replace(other, parent=parent)))
-    store.put(*sample(3), shared=False)
     assert store.remote.flush() and len(redis.names.names()) == 1
 
 
