@@ -142,7 +142,7 @@ class EngineInterface(ABC):
         Raises PromptTooLongError.
         """
         self.check_text(len(text))
-        return self.runtime.tokenizing.controls(text)
+        return self.runtime.tokenizing.control_ids(text)
 
     def encode(
         self,
@@ -162,7 +162,7 @@ class EngineInterface(ABC):
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
         before = self.runtime.canonical_prefix
         if prefix is not None:
-            before = tokenizing.prompt(Prompt([Literal(prefix)]), {}).token_ids
+            before = tokenizing.tokenize(Prompt([Literal(prefix)]), {}).token_ids
         for passage in ids:
             self.runtime.check_length(len(before) + len(passage), "a passage behind its prefix")
         keys = self._nodes.keys_of(ids, before)
@@ -236,7 +236,7 @@ class EngineInterface(ABC):
             return prompt
         given = (each for each in prompt.segments if isinstance(each, Literal) or not each.entered)
         self.check_text(sum(len(each.text or "") for each in given if each.token_ids is None))
-        return self.runtime.tokenizing.prompt(prompt, self._nodes.token_ids_of(prompt.chunks))
+        return self.runtime.tokenizing.tokenize(prompt, self._nodes.token_ids_of(prompt.chunks))
 
     # --- answers
 

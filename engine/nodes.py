@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ragblend.engine.prompts.segments import Chunk
-from ragblend.engine.prompts.tokenizing import NodeIds
+from ragblend.engine.prompts.tokenizing import NodeTokenIds
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime_base import RuntimeBase
 from ragblend.engine.scheduling.background import Priority
@@ -89,11 +89,11 @@ class NodeEncoder(ABC):
         except StoreError as error:
             log.warning("passages of this prompt get no KV for the next question: %s", error)
 
-    def token_ids_of(self, chunks: Sequence[Chunk]) -> NodeIds:
+    def token_ids_of(self, chunks: Sequence[Chunk]) -> NodeTokenIds:
         """Token ids of the chunks that have only a node id, by collection and node id. Raises UnknownChunkError for a
         node that was never encoded.
         """
-        found: NodeIds = {}
+        found: NodeTokenIds = {}
         for chunk in chunks:
             if chunk.token_ids is not None or chunk.text is not None or chunk.node_id is None:
                 continue

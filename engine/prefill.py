@@ -18,7 +18,7 @@ from ragblend.engine.fusion import Fusion, Spent, fusing
 from ragblend.engine.loader import LostChunk
 from ragblend.engine.nodes import TokenIds
 from ragblend.engine.plan import Plan, Span, TokenKind, make_plan
-from ragblend.engine.prompts.paths import computed_in, path_of
+from ragblend.engine.prompts.paths import computed_nodes, path_of
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.request import Request, keys_of
 from ragblend.engine.results import Prefilled
@@ -76,7 +76,7 @@ def prefill(
     sure = request.policy.sure if is_approximate else 0.0
     path = path_of(runtime, request.prompt, request.collection) if request.policy.exact else []
     # Exact KV, which may enter the knowledge tree.
-    computed = computed_in(runtime.decoder, fusion.cache, path, plan.spans)
+    computed = computed_nodes(runtime.decoder, fusion.cache, path, plan.spans)
 
     def prefill_other(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
         return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)

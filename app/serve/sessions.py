@@ -37,7 +37,7 @@ class SessionCache:
             if best is None or common_tokens < MIN_COMMON_TOKENS:
                 session = Session()
             else:
-                session = best if best.is_of(token_ids) else best.fork()
+                session = best if best.is_continued_by(token_ids) else best.fork()
             self._owners[session] = key_digest
             self._owners.move_to_end(session)
             while len(self._owners) > MAX_SESSIONS:

@@ -11,7 +11,7 @@ from ragblend.engine.prompts.segments import Literal, Message, Prompt, Segment
 from ragblend.kvstore.errors import PromptError
 
 _TURN_GAP = "\n\n"
-# Hides the function by which templates write today's date. transformers cuts the newline, so nothing else changes.
+# A macro in place of the function by which templates write today's date. transformers removes the newline after it.
 _FIXED_DATE = (
     "{% macro strftime_now(format) %}{{ format.replace('%d', '01').replace('%m', '01').replace('%b', 'Jan')"
     ".replace('%B', 'January').replace('%Y', '2026') }}{% endmacro %}\n"
@@ -28,10 +28,9 @@ def chat(
 
     tools: passed to the template (`tools.call_format` checks that it uses them). has_fixed_date: the template writes
     1 January 2026 for today. Only the template's own control tokens count: control tokens in messages, tools and calls
-    are text. If the template refuses the roles (Gemma's and
-    Mistral's have no system role and want roles to alternate), messages without tool calls are merged to alternating
-    roles. Without a template (a base model) the prompt is plain text with questions and answers. Raises PromptError if
-    the template refuses that too.
+    are text. If the template refuses the roles (Gemma's and Mistral's have no system role and require alternating
+    roles), messages without tool calls are merged to alternating roles. Without a template (a base model) the prompt is
+    plain text with questions and answers. Raises PromptError if the template refuses the messages in any form.
     """
     if not messages:
         raise PromptError("there is no message to answer; give at least one")
@@ -41,21 +40,21 @@ def chat(
     messages = [replace(m, segments=tuple(map(_verbatim, m.segments))) for m in messages]
     if tokenizer.chat_template is None:
         return Prompt(merge_literals(_without_template(messages)))
-    failed: Exception | None = None
-    forms = (list,) if any(message.calls for message in messages) else (list, alternating_roles)
-    for form in forms:
+    refusal: Exception | None = None
+    role_orders = (list,) if any(message.calls for message in messages) else (list, alternating_roles)
+    for with_roles in role_orders:
         try:
-            return Prompt(merge_literals(_templated(tokenizer, form(messages), tools, has_fixed_date)))
+            return Prompt(merge_literals(_templated(tokenizer, with_roles(messages), tools, has_fixed_date)))
         except Exception as error:  # templates may raise anything
-            failed = error
+            refusal = error
     roles = ", ".join(message.role for message in messages)
     raise PromptError(
-        f"the model's chat template cannot take messages of the roles {roles}: {failed}"
-    ) from failed
+        f"the model's chat template cannot take messages of the roles {roles}: {refusal}"
+    ) from refusal
 
 
 def alternating_roles(messages: Sequence[Message]) -> list[Message]:
-    """User and assistant messages in turn; other roles count as the user's, and neighbours are merged."""
+    """Alternating user and assistant messages: other roles become the user's, and neighbours are merged."""
     by_role = [("assistant" if m.role == "assistant" else "user", m.segments) for m in messages]
     result = []
     for role, group in groupby(by_role, key=lambda pair: pair[0]):
@@ -67,7 +66,7 @@ def alternating_roles(messages: Sequence[Message]) -> list[Message]:
 
 
 def merge_literals(segments: Sequence[Segment]) -> list[Segment]:
-    """The same segments, with adjacent literals of one kind merged and empty ones removed."""
+    """The segments with adjacent untokenized literals of one kind merged, and empty ones removed."""
     result: list[Segment] = []
     for segment in segments:
         last = result[-1] if result else None
@@ -89,30 +88,32 @@ def _verbatim(segment: Segment) -> Segment:
 def _templated(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], has_fixed_date: bool
 ) -> list[Segment]:
-    """Renders the template with placeholders, so that no content can act as part of the template."""
-    marks = [f"\x00message {number}\x00" for number in range(len(messages))]
+    """Render the template with placeholders for the messages, so that no content can act as part of the template."""
+    placeholders = [f"\x00message {number}\x00" for number in range(len(messages))]
     escapes = _ControlTokenEscapes(tokenizer)
-    turns = [_template_message(m, mark, escapes) for m, mark in zip(messages, marks, strict=True)]
+    turns = [_template_message(m, text, escapes) for m, text in zip(messages, placeholders, strict=True)]
     escaped_tools = [escapes.escape(tool) for tool in tools] or None
-    dated = _FIXED_DATE + tokenizer.get_chat_template(tools=escaped_tools) if has_fixed_date else None
+    dated_template = (
+        _FIXED_DATE + tokenizer.get_chat_template(tools=escaped_tools) if has_fixed_date else None
+    )
     rest = str(
         tokenizer.apply_chat_template(
             turns,
             tools=escaped_tools,
-            chat_template=dated,  # None: its own
+            chat_template=dated_template,  # None: the tokenizer's own
             tokenize=False,
             add_generation_prompt=True,
-            enable_thinking=False,  # of templates that know it: the answer is to come at once
+            enable_thinking=False,  # for templates that know this option: no reasoning before the answer
         )
     )
     segments: list[Segment] = []
-    for message, turn, mark in zip(messages, turns, marks, strict=True):
+    for message, turn, placeholder in zip(messages, turns, placeholders, strict=True):
         if not turn["content"]:
             continue
         content: Sequence[Segment] = message.segments
-        before, found, after = rest.partition(mark)
-        if not found:
-            before, found, after = rest.partition(_json_escaped(mark))
+        before, found, after = rest.partition(placeholder)
+        if not found:  # the template may write messages as JSON
+            before, found, after = rest.partition(_json_escaped(placeholder))
             content = [_json_segment(segment) for segment in content]
         if not found:
             raise PromptError(f"the chat template drops messages of the role {message.role}")
@@ -131,9 +132,9 @@ def _json_segment(segment: Segment) -> Segment:
     return segment if text == (segment.text or "") else Literal(text, None, verbatim=True)
 
 
-def _template_message(message: Message, mark: str, escapes: "_ControlTokenEscapes") -> dict[str, Any]:
-    """The message as templates expect it, with `mark` as its content. An assistant's tool call may have no content."""
-    content = mark if message.segments or not message.calls else ""
+def _template_message(message: Message, placeholder: str, escapes: "_ControlTokenEscapes") -> dict[str, Any]:
+    """The message as templates expect it, with the placeholder as its content; a tool call may have no content."""
+    content = placeholder if message.segments or not message.calls else ""
     turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.calls:
         calls = [{"name": each.name, "arguments": each.arguments} for each in message.calls]
@@ -149,7 +150,7 @@ def _template_message(message: Message, mark: str, escapes: "_ControlTokenEscape
 class _ControlTokenEscapes:
     """Replaces texts that contain control tokens by placeholder words, and restores them after the template has run.
 
-    Words, unlike the messages' placeholders, because they must survive `tojson`.
+    These placeholders are plain words, unlike those of messages, because they must survive `tojson`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -169,8 +170,8 @@ class _ControlTokenEscapes:
 
     def restore(self, text: str) -> list[Segment]:
         """The template's output, with the original texts, JSON-escaped, as verbatim literals."""
-        known = "|".join(map(str, range(len(self._texts)))) or "(?!)"
-        parts = re.split(f"ragblendtext({known})end", text)
+        numbers = "|".join(map(str, range(len(self._texts)))) or "(?!)"
+        parts = re.split(f"ragblendtext({numbers})end", text)  # every second part is the number of a text
         texts = [_json_escaped(text) for text in self._texts]
         return [Literal(texts[int(p)], None, True) if n % 2 else Literal(p) for n, p in enumerate(parts)]
 

@@ -1,9 +1,9 @@
 """Finds and compares figures in text: numbers, dates, amounts, codes and telephone numbers.
 
 A figure is a word with a digit, and the words joined to it: `41`, `18,642.50`, `4-1163`, `KX-7731-B`, `0471/55821`. A
-range (`1914–1918`, `9:00-17:00`) is two, and letters of scripts without blanks between words belong to none.
-Comparison ignores scripts and widths of digits, grouped thousands (18,642 and 18642), the mark of decimals, cents that
-are none (140,00 and 140), lengths of hyphens, and case.
+range (`1914–1918`, `9:00-17:00`) is two figures. Letters of scripts without blanks between words belong to no figure.
+Comparison ignores the script and width of digits, grouped thousands (18,642 and 18642), the decimal mark, zero cents
+(140,00 and 140), the length of hyphens, and case.
 Numbers in words are not figures: "twelve" is not found for 12. `figure_rows.py` finds figures in a prompt's tokens.
 """
 
@@ -12,7 +12,7 @@ import unicodedata
 from functools import lru_cache
 
 _HYPHENS = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
-# These begin with the dash and not with a lookbehind, which makes them ten times faster in a long prompt.
+# These patterns begin with the dash and not with a lookbehind, which is ten times faster in a long prompt.
 _RANGE = re.compile(r"[–—‐‑‒-](?:(?<=\d[–—])(?=\d)|(?<=:\d\d[-‐‑‒])(?=\d{1,2}:\d\d))")
 # Written with a hyphen, `12-15` and `1914-1918` may be ranges or codes.
 _PAIRS = (rf"(?<=(?<![\w.,-])\d{{{n}}}-)(?=\d{{{n}}}(?![\w-]|[.,]\d))" for n in range(1, 5))
@@ -21,18 +21,18 @@ _THOUSANDS, _THOUSANDS_BY_MARKS = (
     re.compile(rf"(?<![\w.,-])\d{{1,3}}(?:[{marks}]\d{{3}})+(?!\d)") for marks in (".,'’ ", ".,'’")
 )
 _NO_CENTS = re.compile(r"(?<![\w.,-])(\d+)[.,]00(?!\d|[.,-]\d)")
-_OTHER_DIGIT = re.compile(r"(?![0-9])\d")
-_WITHOUT_BLANKS = r"\u0e00-\u109f\u1780-\u17ff\u2e80-\U0010ffff"  # Thai to Burmese, Khmer, Chinese, Japanese
-_BY_BLANK = re.compile(r"\d \d{3}(?!\d)")
-_LETTER = rf"[^\W\d_{_WITHOUT_BLANKS}]"
+_NON_ASCII_DIGIT = re.compile(r"(?![0-9])\d")
+_UNSPACED = r"\u0e00-\u109f\u1780-\u17ff\u2e80-\U0010ffff"  # Thai to Burmese, Khmer, Chinese, Japanese
+_BLANK_IN_NUMBER = re.compile(r"\d \d{3}(?!\d)")
+_LETTER = rf"[^\W\d_{_UNSPACED}]"
 _JOINED = rf"{_LETTER}*\d(?:\d|{_LETTER})*"  # letters and at least one digit
 FIGURE = re.compile(
     rf"(?:(?<!\d|{_LETTER}){_LETTER}{{1,4}}[-/])?{_JOINED}"
     rf"(?:[.,:/'’-]{_JOINED}|[-/]{_LETTER}{{1,3}}(?!\d|{_LETTER}))*"
 )
-_IN_WORD = rf"[^\W{_WITHOUT_BLANKS}]"  # also digits, which are folded to ASCII
-_BEGINS_BEFORE, _GOES_ON = re.compile(rf"({_IN_WORD}|\d[.,-])\Z"), re.compile(rf"{_IN_WORD}|[.,-]\d")
-_GROUPED = re.compile(r"(?<![\w.,-])\d{1,3}(?:[  ]\d{3})+(?!\d)")  # by blanks: `18 642`
+_IN_WORD = rf"[^\W{_UNSPACED}]"  # also digits, which are folded to ASCII
+_WORD_BEFORE, _WORD_AFTER = re.compile(rf"({_IN_WORD}|\d[.,-])\Z"), re.compile(rf"{_IN_WORD}|[.,-]\d")
+_GROUPED_BY_BLANKS = re.compile(r"(?<![\w.,-])\d{1,3}(?:[  ]\d{3})+(?!\d)")  # `18 642`
 _UNIT = re.compile(rf"(\d)({_LETTER}{{1,2}})(?!\d|{_LETTER})")  # of `9th`, `41m`, `20km`
 _DASHED = re.compile(r"\w[\w.,:]*(?:[–—]\w+(?:[.,:]\w+)*)+")
 _LIST_NUMBER = re.compile(r"^\s*\d{1,3}[.)]\s", re.MULTILINE)
@@ -41,15 +41,16 @@ _CITATION = re.compile(r"\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\]")
 
 @lru_cache(maxsize=64)
 def _readings(text: str) -> str:
-    """The forms of a text in which figures are compared, one a line.
+    """The normalised readings of a text in which figures are searched, one a line.
 
-    Ranges are apart, or one code; `12 345` is one number or two. Numbers of two lines or columns are never one.
+    A range is read as two figures and as one code, `12 345` as one number and as two. Numbers in two lines or columns
+    are never read as one.
     """
     folded = _folded(text)
-    apart = _RANGE.sub(" - ", folded)
-    marks = (_THOUSANDS, _THOUSANDS_BY_MARKS) if _BY_BLANK.search(folded) else (_THOUSANDS,)
-    pairs = [(form, mark) for form in (apart, folded) for mark in marks]
-    return "\n".join(dict.fromkeys(_normalised(form, mark) for form, mark in pairs))
+    with_split_ranges = _RANGE.sub(" - ", folded)
+    ways = (_THOUSANDS, _THOUSANDS_BY_MARKS) if _BLANK_IN_NUMBER.search(folded) else (_THOUSANDS,)
+    pairs = [(reading, thousands) for reading in (with_split_ranges, folded) for thousands in ways]
+    return "\n".join(dict.fromkeys(_normalised(reading, thousands) for reading, thousands in pairs))
 
 
 def _folded(text: str) -> str:
@@ -62,7 +63,7 @@ def _normalised(folded: str, thousands: re.Pattern[str] = _THOUSANDS) -> str:
 
 def plain_numbers(text: str, thousands: re.Pattern[str] = _THOUSANDS_BY_MARKS) -> str:
     """The text with numbers as they are compared: `1.250,00` as `1250`, `٤,٥` as `4.5`."""
-    text = _OTHER_DIGIT.sub(lambda digit: str(unicodedata.digit(digit[0])), text)
+    text = _NON_ASCII_DIGIT.sub(lambda digit: str(unicodedata.digit(digit[0])), text)
     text = thousands.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     return re.sub(r"(?<=\d),(?=\d)", ".", _NO_CENTS.sub(r"\1", text))
 
@@ -73,23 +74,23 @@ def contains(text: str, figure: str) -> bool:
 
 
 def figures_in(text: str) -> list[str]:
-    """The figures of a text as written, each once, in order; without citations and list numbers."""
-    if len(_LIST_NUMBER.findall(text)) > 1:  # one alone may be `13. März`
+    """The figures of a text as written, each once, without citations and list numbers; those with blanks come first."""
+    if len(_LIST_NUMBER.findall(text)) > 1:  # a single one may be `13. März`
         text = _LIST_NUMBER.sub("", text)
     plain = _RANGE.sub(" - ", unicodedata.normalize("NFKC", _CITATION.sub(" ", text))).translate(_HYPHENS)
-    grouped = _GROUPED.findall(plain)
-    return list(dict.fromkeys([*grouped, *FIGURE.findall(_GROUPED.sub(" ", plain))]))
+    grouped = _GROUPED_BY_BLANKS.findall(plain)
+    return list(dict.fromkeys([*grouped, *FIGURE.findall(_GROUPED_BY_BLANKS.sub(" ", plain))]))
 
 
 def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     """The figures of an answer that do not occur in the prompt's text `given` (passages, question, history)."""
-    # `5–10` is split as a range, but `5-10` in a passage is not: such an answer is first searched for as a whole.
-    answer = _DASHED.sub(lambda whole: " " if contains(given, whole[0]) else whole[0], answer)
+    # The answer's `5–10` is split as a range, a passage's `5-10` is not, so dashed figures are searched unsplit first.
+    answer = _DASHED.sub(lambda dashed: " " if contains(given, dashed[0]) else dashed[0], answer)
     found = figures_in(answer)
     if not found:
         return ()
     text = _readings(given)
-    # With or without the letters of a unit after it, here and there: `41m` for `41 m`, `9th` for `9`.
+    # A unit's letters may be apart or missing, in the answer and in the prompt: `41m` for `41 m`, `9th` for `9`.
     text += "\n" + _UNIT.sub(r"\1 \2", _MAYBE_RANGE.sub(" - ", text))
     spellings = {figure: _normalised(_folded(figure)) for figure in found}
     return tuple(
@@ -100,8 +101,9 @@ def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
 
 
 def _occurs_in(figure: str, text: str) -> bool:
+    """Whether the figure occurs in the text, and not as a part of a longer word or number."""
     return any(
-        not _BEGINS_BEFORE.search(text[max(0, place.start() - 2) : place.start()])
-        and not _GOES_ON.match(text, place.end())
+        not _WORD_BEFORE.search(text[max(0, place.start() - 2) : place.start()])
+        and not _WORD_AFTER.match(text, place.end())
         for place in re.finditer(re.escape(figure), text)
     )

@@ -1,4 +1,4 @@
-"""Finds the passage that matches a prompt's question best, and makes the prompt with that passage alone."""
+"""Finds the passage that matches a prompt's question best, and builds the prompt with that passage alone."""
 
 import math
 from collections import Counter
@@ -13,10 +13,10 @@ SEPARATOR_TOKENS = 16  # a literal of at most this many tokens between two passa
 
 
 def matching_passage(prompt: Prompt) -> int | None:
-    """The number of the passage that matches the question best, by BM25 over token ids, for any language.
+    """The index of the passage that matches the question best, by BM25 over token ids, for any language.
 
-    Pairs of tokens count like tokens: tokenizers cut an invoice's number into digits, which every passage has. None if
-    no passage has a word of the question.
+    Pairs of tokens are terms, too: tokenizers split an invoice's number into digits, which every passage has. None if
+    no passage has a term of the question.
     """
     question = prompt.token_ids[prompt.places[-1][1] :] if prompt.chunks else ()
     scores = _bm25(question, [chunk.token_ids or () for chunk in prompt.chunks])
@@ -24,10 +24,10 @@ def matching_passage(prompt: Prompt) -> int | None:
     return best if best is not None and scores[best] else None
 
 
-def with_passage_alone(prompt: Prompt, number: int) -> Prompt:
-    """The prompt without the other passages and the separators."""
+def with_passage_alone(prompt: Prompt, index: int) -> Prompt:
+    """The prompt with the passage of this index alone: without the other passages, and without separators."""
     places = [at for at, segment in enumerate(prompt.segments) if isinstance(segment, Chunk)]
-    first, kept, last = places[0], places[number], places[-1]
+    first, kept, last = places[0], places[index], places[-1]
 
     def stays(at: int) -> bool:
         segment = prompt.segments[at]
@@ -47,16 +47,18 @@ def _bm25(query: Sequence[int], passages: Sequence[Sequence[int]]) -> list[float
     """Each passage's score for the query, all as token ids."""
     asked = set(_terms(query))
     counts = [Counter(term for term in _terms(passage) if term in asked) for passage in passages]
-    having = Counter(term for count in counts for term in count)
-    mean = max(1, sum(map(len, passages))) / max(1, len(passages))
+    passage_counts = Counter(term for count in counts for term in count)
+    mean_length = max(1, sum(map(len, passages))) / max(1, len(passages))
     weights = {
-        term: math.log(1 + (len(passages) - number + 0.5) / (number + 0.5)) for term, number in having.items()
+        term: math.log(1 + (len(passages) - having + 0.5) / (having + 0.5))
+        for term, having in passage_counts.items()
     }
 
     def score(count: Counter[int | tuple[int, int]], length: int) -> float:
-        norm = SATURATION * (1 - LENGTH_WEIGHT + LENGTH_WEIGHT * length / mean)
+        norm = SATURATION * (1 - LENGTH_WEIGHT + LENGTH_WEIGHT * length / mean_length)
         return sum(
-            weights[term] * number * (SATURATION + 1) / (number + norm) for term, number in count.items()
+            weights[term] * frequency * (SATURATION + 1) / (frequency + norm)
+            for term, frequency in count.items()
         )
 
     return [score(count, len(passage)) for count, passage in zip(counts, passages, strict=True)]

@@ -1,4 +1,4 @@
-"""Prompts in the knowledge tree: maps a prompt's chunks to nodes, and stores exactly computed KV."""
+"""Prompts in the knowledge tree: maps a prompt's chunks to tree nodes, and stores their exact KV."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,23 +28,24 @@ from ragblend.kvstore.tree import Node, match
 # The longest text between two chunks of a path: a separator, or a heading. Longer text may be a user's own words, as
 # between the passages of two questions, and is never stored beside a passage.
 JOINT_TOKENS = 16
-ASKED_AGAIN = 1.5  # minimum weight of retrievals: two, of which the earlier counts a little less
+REQUESTED_TWICE = 1.5  # the least `request_count` of two requests, of which the older counts a little less
 
 
 def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Node, Chunk]]:
-    """The adjacent chunks at the prompt's beginning, as nodes of the tree. No node is empty, or holds the prompt's last
-    token.
+    """The adjacent chunks at the prompt's beginning, as nodes of the tree.
+
+    The path ends before a chunk that is empty, is a part of a whole, or ends the prompt.
     """
-    path, everything, parent = list[tuple[Node, Chunk]](), prompt.token_ids, None
+    path, all_ids, parent = list[tuple[Node, Chunk]](), prompt.token_ids, None
     start = len(prompt.prefix_ids)
     for chunk, (offset, stop) in zip(prompt.chunks, prompt.places, strict=True):
-        can_be_node = chunk.whole is None and offset < stop
-        if not can_be_node or offset - start > JOINT_TOKENS or stop >= len(everything):
+        can_be_node = chunk.whole is None and offset < stop < len(all_ids)
+        if not can_be_node or offset - start > JOINT_TOKENS:
             break
-        ids, salt = everything[start:stop], chunk.collection or collection
+        ids, salt = all_ids[start:stop], chunk.collection or collection
         if parent is None:
             key = runtime.key_of(prompt.prefix_ids, ids, salt)
-            if runtime.codec is not RAW:  # an unpacked copy, below the passage itself
+            if runtime.codec is not RAW:  # the path begins with an unpacked copy, a child of the passage
                 key, parent = node_key(key, salt, ids), key
         else:
             key = node_key(parent, salt, ids)
@@ -53,14 +54,14 @@ def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Nod
     return path
 
 
-def computed_in(
+def computed_nodes(
     decoder: Decoder, cache: FusedCache, path: Sequence[tuple[Node, Chunk]], spans: Sequence[Span]
 ) -> list[Computed]:
     """The nodes of the path that an exact policy computed: those that were not loaded."""
-    read = {span.stop for span in spans if span.stored is not None}
+    loaded_stops = {span.stop for span in spans if span.stored is not None}
     layers, found = range(cache.geometry.layers), list[Computed]()
     for node, chunk in path:
-        if node.stop not in read:
+        if node.stop not in loaded_stops:
             views = [cache.span(layer, node.start, node.stop) for layer in layers]
             passage = (node.parent or node.key) if node is path[0][0] else None
             found.append(Computed(node, chunk, passage, views, decoder.rope))
@@ -75,7 +76,8 @@ def store_computed(runtime: Runtime, collection: str, computed: Sequence[Compute
     """
     for each in computed:
         node, salt, passage = each.node, each.chunk.collection or collection, each.passage
-        is_elsewhere = passage not in (None, runtime.key_of(runtime.canonical_prefix, node.token_ids, salt))
+        canonical_key = runtime.key_of(runtime.canonical_prefix, node.token_ids, salt)
+        has_other_prefix = passage not in (None, canonical_key)
         keys = [(node.key, node.parent)]
         if passage is not None and node.parent == passage:
             keys.insert(0, (passage, None))
@@ -84,25 +86,25 @@ def store_computed(runtime: Runtime, collection: str, computed: Sequence[Compute
                 if runtime.store.contains(key):
                     continue
                 is_worth_it = _is_worth_storing(runtime, node, key, parent)
-            if runtime.background.stopping or is_elsewhere or not is_worth_it:
+            if runtime.background.stopping or has_other_prefix or not is_worth_it:
                 return
             nodes = LocalNodeEncoder(runtime, salt)
             try:
-                if not nodes.store_chunk(each.chunk, key, partial(_copied, runtime, each, parent)):
+                if not nodes.store_chunk(each.chunk, key, partial(_copied_kv, runtime, each, parent)):
                     return
             except StoreFullError:
                 return
 
 
 def _is_worth_storing(runtime: Runtime, node: Node, key: ChunkKey, parent: ChunkKey | None) -> bool:
-    """Whether it was asked for before; or there is room, and it is no unpacked KV beside a codec that packs."""
-    if runtime.store.request_count(key) >= ASKED_AGAIN:
+    """Whether the node was requested before, or there is room and it is not an unpacked copy beside packed KV."""
+    if runtime.store.request_count(key) >= REQUESTED_TWICE:
         return True
     nbytes = file_nbytes(runtime.fingerprint.geometry, len(node.token_ids), runtime.codec)
     return (runtime.codec is RAW or parent is None) and nbytes <= runtime.store.room_bytes
 
 
-def _copied(runtime: Runtime, each: Computed, parent: ChunkKey | None) -> ChunkKV:
+def _copied_kv(runtime: Runtime, each: Computed, parent: ChunkKey | None) -> ChunkKV:
     node, geometry = each.node, runtime.fingerprint.geometry
     return replace(copied_kv(node.token_ids, node.start, geometry, each.layers, each.rope), parent=parent)
 
@@ -120,7 +122,7 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
         node, chunk = path[len(stored)]
         if node.parent is None or not store.contains(node.parent):
             return
-        if store.request_count(node.key) < ASKED_AGAIN:
+        if store.request_count(node.key) < REQUESTED_TWICE:
             return
 
     def compute() -> ChunkKV:

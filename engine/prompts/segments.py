@@ -13,7 +13,7 @@ from ragblend.kvstore.errors import PromptError
 class Literal:
     """Text that is always computed fresh: instructions, separators, history, the question.
 
-    verbatim: control tokens in it are plain text, as in passages; for text of users. In messages (`Engine.chat`) every
+    verbatim: control tokens in it are plain text, as in passages; for text by users. In messages (`Engine.chat`) every
     literal is verbatim.
     """
 
@@ -26,9 +26,9 @@ class Literal:
 class Chunk:
     """A passage whose KV may be stored; given by its text, its node id, or its token ids.
 
-    collection: of its KV, the engine's by default. entered: its node was entered (`Engine.enter`); if the node was
-    deleted since, no KV is stored for it. whole: all encoded token ids, if token_ids are only a part of them, from
-    index `skipped` on.
+    collection: that of its KV, by default the engine's. entered: its node was entered (`Engine.enter`); if the node has
+    been deleted since, no KV is stored for it. whole: all token ids that were encoded together, if token_ids are only a
+    part of them, from index `skipped` on.
     """
 
     text: str | None = None
@@ -46,7 +46,7 @@ class Chunk:
             self.whole is not None
             and self.encoded_ids[self.skipped :][: len(self.token_ids or ())] != self.token_ids
         ):
-            raise PromptError("a chunk's token_ids are not those of the whole from `skipped` on")
+            raise PromptError("a chunk's token_ids are not the part of `whole` from index `skipped` on")
 
     @property
     def encoded_ids(self) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ Segment = Literal | Chunk
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of the assistant; id: refers to it in the tool's answer."""
+    """A tool call of the assistant. id: the tool's answer refers to the call by it."""
 
     name: str
     arguments: dict[str, Any]
@@ -70,8 +70,8 @@ class ToolCall:
 class Message:
     """One message of a chat, before the chat template is applied.
 
-    role: `system`, `user`, `assistant`, `tool`, or another one that the template knows. calls: of an assistant's
-    message; call_id and name: of a tool's answer, the call that it answers and the tool's name.
+    role: `system`, `user`, `assistant`, `tool`, or another one that the template knows. calls: the tool calls of an
+    assistant's message. call_id, name: in a tool's answer, the call that it answers, and the tool.
     """
 
     role: str
@@ -118,7 +118,7 @@ class Prompt:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(start, stop) of each chunk, in tokens."""
+        """(start, stop) of each chunk in the prompt's token ids."""
         starts = zip(self.segments, self.offsets, strict=True)
         return [(at, at + len(s.token_ids or ())) for s, at in starts if isinstance(s, Chunk)]
 

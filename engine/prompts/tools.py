@@ -11,9 +11,10 @@ from ragblend.engine.decoding.grammar import MAX_SCHEMA_CHARS, Grammar, json_rul
 from ragblend.engine.prompts.segments import ToolCall
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
-MAX_CALLS = 8  # most calls in one answer, because small models repeat themselves
+MAX_CALLS = 8  # in one answer; small models repeat themselves
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
-_FENCE, _BARE_END = r"\s*(```\w*\n\s*)?", r"\s*\}\s*(```)?\s*"
+_FENCE, _UNTAGGED_END = r"\s*(```\w*\n\s*)?", r"\s*\}\s*(```)?\s*"
+# Names in a sample conversation, which are searched for in the template's output.
 _FIRST, _SECOND, _KEY = "ragblend_first", "ragblend_second", "ragblend_argument"
 Tool = Mapping[str, Any]
 """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": a JSON schema}}`"""
@@ -23,7 +24,7 @@ Tool = Mapping[str, Any]
 class CallFormat:
     """A model's format of calls: `opening name middle arguments (between name middle arguments)* closing`.
 
-    between: None if an answer holds one call. tokens: ids of added tokens (`<tool_call>`) by their text.
+    between: None if an answer can have only one call. tokens: ids of the added tokens in it (`<tool_call>`), by text.
     """
 
     opening: str
@@ -43,13 +44,16 @@ class CallFormat:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the arguments in a call without tags: Qwen2.5's `arguments`, and the format's own."""
+        """Keys under which a call without tags may have its arguments: Qwen2.5's `arguments`, and the format's own."""
         return tuple(dict.fromkeys(["arguments", *re.findall(r'"(\w+)"\s*:\s*$', self.middle)]))
 
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """A parsed answer: the text before its calls, the calls, and the text of a broken call, if there is one."""
+    """A parsed answer: the text before its calls, the calls, and a broken call, if there is one.
+
+    broken: the broken call's text after its name, or all of it if broken_name is None.
+    """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -60,42 +64,43 @@ class ParsedAnswer:
 def call_format(tokenizer: Any, model: str) -> CallFormat:
     """The format that the chat template uses. Raises UnsupportedModelError, with the reason, if it has no tools."""
     tool = {"type": "function", "function": {"name": _FIRST, "description": "", "parameters": {}}}
-    if tokenizer.chat_template is None or _FIRST not in rendered_answer(tokenizer, [tool]):
+    if tokenizer.chat_template is None or _FIRST not in rendered_conversation(tokenizer, [tool]):
         raise UnsupportedModelError(
-            f"{model} calls no tools: its chat template has no place for them; take a model that was trained to call "
-            "tools (Qwen2.5-Instruct, say), or ask for JSON by a schema, which every model can be held to"
+            f"{model} calls no tools: its chat template has no place for them; use a model that was trained to call "
+            "tools (such as Qwen2.5-Instruct), or ask for JSON by a schema, which works with every model"
         )
-    two = rendered_answer(tokenizer, [tool], [_FIRST, _SECOND])
-    one = rendered_answer(tokenizer, [tool], [_FIRST])
-    before, _, after = rendered_answer(tokenizer, [tool], words=_SECOND).partition(_SECOND)
+    two = rendered_conversation(tokenizer, [tool], [_FIRST, _SECOND])
+    one = rendered_conversation(tokenizer, [tool], [_FIRST])
+    before, _, after = rendered_conversation(tokenizer, [tool], text=_SECOND).partition(_SECOND)
     answer = (two if _SECOND in two else one).removeprefix(before).removesuffix(after)
-    found = _read_format(answer)
-    if found is None:
+    parts = _read_format(answer)
+    if parts is None:
         raise UnsupportedModelError(
             f"{model} calls no tools here: its chat template does not show how a call is written, as a name and JSON"
         )
-    written = "".join(filter(None, found))
+    written = "".join(filter(None, parts))
     added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if str(token) in written}
     controls = [text for text, i in added.items() if tokenizer.added_tokens_decoder[i].special]
     if controls:
         raise UnsupportedModelError(
             f"{model} calls no tools here: it marks calls by control tokens, {' '.join(controls)}"
         )
-    return CallFormat(*found, added)
+    return CallFormat(*parts, added)
 
 
-def rendered_answer(
-    tokenizer: Any, tools: list[Tool] | None = None, names: Sequence[str] = (), words: str = ""
+def rendered_conversation(
+    tokenizer: Any, tools: list[Tool] | None = None, names: Sequence[str] = (), text: str = ""
 ) -> str:
-    """A conversation in which an assistant calls the tools of these names, or says `words`; empty if the template
-    refuses, or there is none.
+    """The template's output for a conversation in which the assistant calls the tools of these names, or says `text`.
+
+    It is empty if there is no template, or the template refuses the conversation.
     """
     calls = [
         {"type": "function", "id": f"call{n:05}", "function": {"name": name, "arguments": {_KEY: 1}}}
         for n, name in enumerate(names)
     ]
-    answer = {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
-    turns = [{"role": "user", "content": "?"}, *([answer] if calls or words else [])]
+    answer = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+    turns = [{"role": "user", "content": "?"}, *([answer] if calls or text else [])]
     try:
         return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False))
     except Exception:  # templates may raise anything
@@ -103,7 +108,7 @@ def rendered_answer(
 
 
 def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
-    """The format's parts, or None. answer: an assistant's, with two calls or one."""
+    """(opening, middle, between, closing) of a `CallFormat`, or None. answer: the template's, with one call or two."""
     arguments = r"\{[^{}]*" + _KEY + r"[^{}]*\}"
     parts = re.split(f"{_FIRST}|{_SECOND}|{arguments}", answer)
     if len(parts) == 3:
@@ -114,7 +119,7 @@ def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
 
 
 def functions_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """The functions by name, the last one of equal names. Raises UsageError for an invalid tool."""
+    """The functions by name; of equal names the last one counts. Raises UsageError for an invalid tool."""
     result: dict[str, Tool] = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -148,10 +153,10 @@ def tools_grammar(
     is_parallel: bool,
     answer: str = "TEXT",
 ) -> Grammar:
-    """A grammar of text or calls, or only calls (is_forced). answer: the rule of the text.
+    """A grammar for an answer of text or calls, or only of calls (is_forced). answer: the grammar's rule for the text.
 
-    From the trigger on it is a call of one of these tools, with arguments of its schema. So is an answer that begins as
-    a call without its tags (`_parse_bare`).
+    After the trigger the answer must be calls of these tools, with arguments that fit their schemas. The same holds for
+    an answer that begins like a call without its tags (`_parse_untagged`).
     """
     functions = functions_by_name(tools)
     calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
@@ -165,10 +170,12 @@ def tools_grammar(
     elif answer != "TEXT":
         rules.append(f"start: {begin} rest | {answer}")
     else:
-        bare = [f"/{_bare_begin(form, name)}/ {_arguments(name, each)}" for name, each in functions.items()]
-        rules += [f"bare: ({' | '.join(bare)}) /{_BARE_END}/"]
-        rules += [f"BEGUN: /{_bare_begin(form, *functions)}(.|\\n)*/"]
-        if tag in form.tokens:  # ordinary tokens could write it too, and it would be read as a call
+        bare = [
+            f"/{_untagged_begin(form, name)}/ {_arguments(name, each)}" for name, each in functions.items()
+        ]
+        rules += [f"bare: ({' | '.join(bare)}) /{_UNTAGGED_END}/"]
+        rules += [f"BEGUN: /{_untagged_begin(form, *functions)}(.|\\n)*/"]
+        if tag in form.tokens:  # text must not spell it with ordinary tokens: it would be parsed as a call
             rules += [f"start: WORDS | bare | WORDS {begin} rest", "WORDS: TEXT & ~BEGUN & ~SPELLED"]
             rules.append(rf"SPELLED: /(.|\n)*{re.escape(tag)}(.|\n)*/")
         elif form.is_tagged:
@@ -187,7 +194,7 @@ def _arguments(name: str, function: Tool) -> str:
                 f"the arguments of the tool {name!r} must be an object, not {parameters['type']!r}"
             )
         parameters = {**parameters, "type": "object"}
-    # No grammar keeps items apart; many published tools ask for it, and check what they are given.
+    # A grammar cannot require unique items. Many published tools ask for them, and check their arguments themselves.
     return json_rule(parameters, f"the schema of the tool {name!r}", ignored={"uniqueItems"})
 
 
@@ -201,21 +208,21 @@ def _terminals(text: str, form: CallFormat) -> str:
 def parse_answer(
     text: str, form: CallFormat, tools: Sequence[Tool], has_schema: bool = False
 ) -> ParsedAnswer:
-    """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call.
+    """Parse an answer. An answer that is only a call without its tags, fenced or not, counts as a call.
 
-    has_schema: it is either calls or JSON of a schema, which may have a tag in a text.
+    has_schema: the answer is either calls or JSON of a schema, whose strings may contain a tag.
     """
     if has_schema:
         names = functions_by_name(tools)
         begins = [form.trigger] if form.is_tagged else [form.opening + each + form.middle for each in names]
         if not text.startswith(tuple(begins)):
             return ParsedAnswer(text)
-    at = _begin_of_calls(text, form)
-    if at is None or not form.is_tagged:
-        bare = _parse_bare(text, form, functions_by_name(tools))
-        if at is None or bare.calls or bare.broken_name:
-            return bare
-    words, rest, calls = text[:at].rstrip(), text[at:].removeprefix(form.opening), list[ToolCall]()
+    start = _calls_start(text, form)
+    if start is None or not form.is_tagged:
+        untagged = _parse_untagged(text, form, functions_by_name(tools))
+        if start is None or untagged.calls or untagged.broken_name:
+            return untagged
+    words, rest, calls = text[:start].rstrip(), text[start:].removeprefix(form.opening), list[ToolCall]()
     while True:
         name, found, after = rest.partition(form.middle)
         try:
@@ -223,81 +230,89 @@ def parse_answer(
         except (ValueError, RecursionError):
             return ParsedAnswer(words, tuple(calls), *((after, name) if found else (rest, None)))
         calls.append(_call(name, arguments))
-        left = after[end:]
-        if form.between is None or not left.startswith(form.between):
+        rest = after[end:]
+        if form.between is None or not rest.startswith(form.between):
             return ParsedAnswer(words, tuple(calls))
-        rest = left.removeprefix(form.between)
+        rest = rest.removeprefix(form.between)
 
 
 def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}")
 
 
-def _bare_begin(form: CallFormat, *names: str) -> str:
-    """A pattern of what a call without tags begins with, up to its arguments."""
+def _untagged_begin(form: CallFormat, *names: str) -> str:
+    """A pattern for the beginning of a call without tags, up to its arguments."""
     name, key = "|".join(map(re.escape, names)), "|".join(form.keys)
     return rf'{_FENCE}\{{\s*"name"\s*:\s*"({name})"\s*,\s*"({key})"\s*:\s*'
 
 
-def _parse_bare(text: str, form: CallFormat, functions: Mapping[str, Tool]) -> ParsedAnswer:
-    """An answer without tags: a call, which small models write so (Qwen2.5-Coder 0.5B nearly always), one that was cut
-    off, or text.
+def _parse_untagged(text: str, form: CallFormat, functions: Mapping[str, Tool]) -> ParsedAnswer:
+    """Parse an answer without tags: as a call, as a call that was cut off, or as text.
+
+    Small models often leave out the tags (Qwen2.5-Coder 0.5B nearly always).
     """
-    if (begin := re.match(_bare_begin(form, *functions), text, re.ASCII)) is None:
+    if (begin := re.match(_untagged_begin(form, *functions), text, re.ASCII)) is None:
         return ParsedAnswer(text)
     try:
         arguments, end = json.JSONDecoder().raw_decode(text, begin.end())
     except (ValueError, RecursionError):
         return ParsedAnswer("", (), text[begin.end() :], begin[2])
-    is_call = isinstance(arguments, dict) and re.fullmatch(_BARE_END, text[end:]) is not None
+    is_call = isinstance(arguments, dict) and re.fullmatch(_UNTAGGED_END, text[end:]) is not None
     return ParsedAnswer("", (_call(begin[2], arguments),)) if is_call else ParsedAnswer(text)
 
 
-def _may_become_bare_call(text: str, form: CallFormat, names: Sequence[str]) -> bool:
-    """Whether an answer that begins so can be a call of `_parse_bare`."""
-    said = text.lstrip()
-    if said.startswith("`"):
-        fence, newline, said = said.partition("\n")
+def _may_become_untagged_call(text: str, form: CallFormat, names: Sequence[str]) -> bool:
+    """Whether an answer that begins with this text may become a call without tags (`_parse_untagged`)."""
+    body = text.lstrip()
+    if body.startswith("`"):
+        fence, newline, body = body.partition("\n")
         if not re.fullmatch(r"`{1,3}|```\w*", fence) or (newline and len(fence) < 3):
             return False
     begins = [f'{{"name":"{name}","{key}":{{' for name in names for key in form.keys]
-    packed = re.sub(r"\s", "", said)
+    packed = re.sub(r"\s", "", body)
     if not any(packed.startswith(begin) for begin in begins):
         return any(begin.startswith(packed) for begin in begins)
     try:
-        _, end = json.JSONDecoder().raw_decode(said.lstrip())
+        _, end = json.JSONDecoder().raw_decode(body.lstrip())
     except (ValueError, RecursionError):
         return True
-    return not said.lstrip()[end:].strip("`\n ")
+    return not body.lstrip()[end:].strip("`\n ")
 
 
-def _begin_of_calls(text: str, form: CallFormat) -> int | None:
-    at = text.find(form.trigger) if form.is_tagged else 0 if text.startswith(form.trigger) else -1
-    return None if at < 0 else at
+def _calls_start(text: str, form: CallFormat) -> int | None:
+    """The index at which the answer's calls begin; None if it has none."""
+    if form.is_tagged:
+        start = text.find(form.trigger)
+    else:
+        start = 0 if text.startswith(form.trigger) else -1
+    return None if start < 0 else start
 
 
 class TextBeforeCalls:
-    """Streams the text before an answer's calls; only text that can still become a call is held back."""
+    """Streams the text before an answer's calls, and holds back text that may still become a call."""
 
     def __init__(self, form: CallFormat, tools: Sequence[Tool]) -> None:
-        self._form, self._text, self._given = form, "", 0
-        self._names, self._may_be_bare = tuple(functions_by_name(tools)), True
+        self._form, self._text, self._returned = form, "", 0
+        self._names, self._may_be_untagged = tuple(functions_by_name(tools)), True
 
     def feed(self, piece: str) -> str:
-        """The new text that is final with this piece."""
+        """Add a piece of the answer; returns the new text that cannot become a call any more."""
         self._text += piece
-        self._may_be_bare = self._may_be_bare and _may_become_bare_call(self._text, self._form, self._names)
-        if self._may_be_bare or not self._text.strip():
+        self._may_be_untagged = self._may_be_untagged and _may_become_untagged_call(
+            self._text, self._form, self._names
+        )
+        if self._may_be_untagged or not self._text.strip():
             return ""
-        at, trigger = _begin_of_calls(self._text, self._form), self._form.trigger
-        words = self._text[:at].rstrip()
-        held = 0 if at is not None else max(n for n in range(len(trigger)) if words.endswith(trigger[:n]))
-        return self._give(words[: len(words) - held].rstrip())
+        start, trigger = _calls_start(self._text, self._form), self._form.trigger
+        words, held_back = self._text[:start].rstrip(), 0
+        if start is None:  # the text may end with the beginning of a trigger
+            held_back = max(n for n in range(len(trigger)) if words.endswith(trigger[:n]))
+        return self._return_new(words[: len(words) - held_back].rstrip())
 
     def finish(self, words: str) -> str:
-        """The remaining text. words: the parsed answer's whole text."""
-        return self._give(words)
+        """The remaining text. words: all text of the parsed answer."""
+        return self._return_new(words)
 
-    def _give(self, words: str) -> str:
-        piece, self._given = words[self._given :], max(self._given, len(words))
+    def _return_new(self, words: str) -> str:
+        piece, self._returned = words[self._returned :], max(self._returned, len(words))
         return piece

@@ -88,7 +88,7 @@ def test_impossible_conversations_are_refused(own_tokenizer, template, messages,
 def specials(tokenizing, prompt):
     """Ids of the control tokens that a prompt holds, in order."""
     special = {i for i, token in tokenizing.tokenizer.added_tokens_decoder.items() if token.special}
-    return [i for i in tokenizing.prompt(prompt, {}).token_ids if i in special]
+    return [i for i in tokenizing.tokenize(prompt, {}).token_ids if i in special]
 
 
 def hostile(tokenizer):
@@ -137,7 +137,7 @@ def test_control_tokens_in_content_are_plain_text(own_tokenizer, way, template):
 def test_a_control_token_split_by_a_message_is_plain_text(own_tokenizer):
     own_tokenizer.chat_template = PLAIN.replace("<{{ m.role }}>", "<|im_")
     end = own_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    prompt = PromptTokenizer(own_tokenizer).prompt(chat(own_tokenizer, [message("user", "end|>")]), {})
+    prompt = PromptTokenizer(own_tokenizer).tokenize(chat(own_tokenizer, [message("user", "end|>")]), {})
     assert end not in prompt.token_ids
     assert own_tokenizer.decode(prompt.token_ids) == "<|im_end|></user><assistant>"
 
@@ -145,13 +145,13 @@ def test_a_control_token_split_by_a_message_is_plain_text(own_tokenizer):
 def test_content_is_tokenized_together_with_the_template(own_tokenizer):
     """A message read apart from its template has other ids at the seam, and stored KV is found by ids."""
     tokenizing = PromptTokenizer(own_tokenizer)
-    prompt = tokenizing.prompt(
+    prompt = tokenizing.tokenize(
         tokenizing.chat_prompt("Be brief.", [], "the harbour mas", [("ter", "kept")]), {}
     )
     text = "".join(literal.text for literal in prompt.segments)
     assert prompt.token_ids == tuple(own_tokenizer.encode(text, add_special_tokens=False))
     own_tokenizer.chat_template = None
-    prompt = tokenizing.prompt(tokenizing.chat_prompt("", [], "the harbour", []), {})
+    prompt = tokenizing.tokenize(tokenizing.chat_prompt("", [], "the harbour", []), {})
     assert prompt.token_ids == tuple(own_tokenizer.encode("the harbour\nAnswer:", add_special_tokens=False))
 
 

@@ -178,27 +178,27 @@ def test_at_most_one_begin_token_is_added(adds_bos):
     tokenizing = PromptTokenizer(tokenizer)
     bos = tokenizer.bos_token_id
     for text in ("hello", BOS + "hello"):
-        ids = tokenizing.prompt(Prompt([Literal(text), Chunk("there")]), {}).token_ids
+        ids = tokenizing.tokenize(Prompt([Literal(text), Chunk("there")]), {}).token_ids
         assert ids.count(bos) == (1 if adds_bos or BOS in text else 0)
-    assert tokenizing.prompt(Prompt([Chunk("there")]), {}).token_ids.count(bos) == int(adds_bos)
+    assert tokenizing.tokenize(Prompt([Chunk("there")]), {}).token_ids.count(bos) == int(adds_bos)
 
 
 def test_chat_prompts_have_passages_first(tokenizer):
     tokenizing = PromptTokenizer(tokenizer)
     prompt = tokenizing.chat_prompt("Be brief.", [Chunk("one"), Chunk("two")], "who?", [("q1", "a1")])
-    ids = tokenizing.prompt(prompt, {}).token_ids
+    ids = tokenizing.tokenize(prompt, {}).token_ids
     text = tokenizer.decode(ids)
     parts = ["system\nBe brief.", "user\nq1", "assistant\na1", "one", "two", "who?", "assistant\n"]
     places = [text.index(part) for part in parts[:-1]]
     assert places == sorted(places)
     assert text.endswith("assistant\n")
     no_system = tokenizing.chat_prompt("", [Chunk("one")], "who?", [])
-    assert "system" not in tokenizer.decode(tokenizing.prompt(no_system, {}).token_ids)
+    assert "system" not in tokenizer.decode(tokenizing.tokenize(no_system, {}).token_ids)
 
 
 def test_the_canonical_prefix_ends_at_the_first_passage(tokenizer):
     tokenizing = PromptTokenizer(tokenizer)
-    prompt = tokenizing.prompt(tokenizing.chat_prompt(None, [Chunk("one"), Chunk("two")], "who?", []), {})
+    prompt = tokenizing.tokenize(tokenizing.chat_prompt(None, [Chunk("one"), Chunk("two")], "who?", []), {})
     assert tokenizing.prefix_ids() == prompt.prefix_ids
     assert len(prompt.prefix_ids) > 10
 
