@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.tuned import choice_for, tuned_file
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, FUSES, LOADS, VLLM_URL, is_server_url
+from ragblend.engine.config import (
+    DEFAULT_METHOD,
+    DEFAULT_RATIO,
+    FUSE_MODES,
+    LOAD_MODES,
+    VLLM_URL,
+    is_server_url,
+)
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.places import SALT_VARIABLE, Place
@@ -214,8 +221,8 @@ RULES: dict[str, Rule] = {
     "device_budget_bytes": _NOT_NEGATIVE,
     "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
     "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
-    "load": (lambda name: name in LOADS, f"one of {', '.join(LOADS)}"),
-    "fuse": (lambda name: name in FUSES, f"one of {', '.join(FUSES)}"),
+    "load": (lambda name: name in LOAD_MODES, f"one of {', '.join(LOAD_MODES)}"),
+    "fuse": (lambda name: name in FUSE_MODES, f"one of {', '.join(FUSE_MODES)}"),
     "remote": (_is_place, "a URL"),
     "max_new_tokens": _COUNT,
     "keep_tokens": _COUNT,

@@ -106,7 +106,7 @@ def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
     from ragblend.engine.model.decoder import TransformersDecoder
 
     runtime, packed = engine.runtime, dict[str, Any]()
-    runtime.choice.needs_measurement = False
+    runtime.decode_selector.needs_measurement = False
     candidate = candidate_for(runtime.decoder)
     if not engine.gate.passed or candidate is None:
         raise SystemExit("our decoding loop does not support this model's layers")

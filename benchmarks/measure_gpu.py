@@ -118,7 +118,9 @@ class GpuBench:
         if not engine.gate.passed:
             print(f"the gate would refuse this model: {engine.gate.reason}", flush=True)
             vars(engine.runtime)["gate"] = replace(engine.gate, passed=True)
-        engine.runtime.choice.needs_measurement = False  # measuring would occupy the device between two runs
+        engine.runtime.decode_selector.needs_measurement = (
+            False  # measuring would occupy the device between two runs
+        )
         try:
             yield engine
         finally:

@@ -72,7 +72,7 @@ def ragblend(plan: Row) -> tuple[Ask, Row]:
 
     ask(plan["prompts"][0], 16)
     engine.finish_background()
-    steps = engine.runtime.choice.current
+    steps = engine.runtime.decode_selector.current
     if plan["name"] != OURS:
         type(steps).guessed_tokens = 0
     disk = sum(size_of(Path(plan["home"], part)) for part in ("models", "kv"))
@@ -206,10 +206,10 @@ def start_program(name: str, python: str, plan_file: Path) -> Any:
     if name.startswith(OURS):
         command[1:2] = ["-m", "benchmarks.measure_peers"]
     from benchmarks.common import environment_without_openmp
-    from ragblend.engine.openmp import SPINS
+    from ragblend.engine.openmp import SPIN_COUNT
 
     # The setting that RAGBlend would choose on an idle machine; while it answers, no other program runs.
-    own = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS} if name.startswith(OURS) else {}
+    own = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT} if name.startswith(OURS) else {}
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

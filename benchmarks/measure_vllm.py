@@ -284,7 +284,7 @@ def agree(options: argparse.Namespace, engine: Any, questions: list[Any], more: 
 
     of_figures = options.data is None
     count, tokens = (None, None) if of_figures else (options.passages, options.tokens)
-    built_in, prompts, choice = [], [], engine.runtime.choice
+    built_in, prompts, choice = [], [], engine.runtime.decode_selector
     choice.current, choice.needs_measurement = TransformersDecode(engine.runtime.loaded.model), False
     for question in questions:
         passages = [passage_ids(engine, text, tokens) for text in question.passages[:count]]

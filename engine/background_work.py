@@ -21,7 +21,7 @@ log = logging.getLogger("ragblend")
 
 
 def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
-    """Call it after the answer: earlier, this work would compete with decoding."""
+    """Queue a prefilled prompt's background work. Call it after the answer: earlier, it would slow down decoding."""
     report, background = prefilled.report, runtime.background
     if report.hits:
         background.add(runtime.store.save_ledger, priority=Priority.STORE)
@@ -51,7 +51,7 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
 
 
 def queue_storing_arrived(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
-    """Store values fetched from the shared store, unless another such task is waiting."""
+    """Queue storing the KV that came from the shared store, unless another such task is waiting."""
     if prefilled.arrived:
         work = partial(_store_arrived, runtime, request, prefilled.arrived)
         runtime.background.add(work, _store_arrived, Priority.STORE)

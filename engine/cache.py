@@ -21,8 +21,8 @@ GROW_TOKENS = 128
 class FusedLayer(DynamicLayer):
     """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens are valid. Appending copies nothing.
 
-    Capacity grows in steps and is zeroed: products over a whole buffer, with zero weights after the valid tokens, are
-    right, and oneDNN, which caches half a megabyte for each shape, sees few shapes.
+    Capacity grows in steps, so that oneDNN, which caches half a megabyte for each shape, sees few shapes. Free capacity
+    is zeroed, so that a product over the whole buffer is right if the weights after the valid tokens are zero.
     evicted: how many tokens each head has lost; for positions and masks they still count.
     """
 
@@ -33,9 +33,8 @@ class FusedLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.device = geometry.torch_dtype, device
         shape = (1, geometry.kv_heads, rounded_up(tokens + room) if room else tokens)
-        with torch.inference_mode(
-            False
-        ):  # the loader's threads, which are not in inference mode, write to them
+        # The loader's threads, which are not in inference mode, write to the buffers.
+        with torch.inference_mode(False):
             self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
             self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
         for buffer in (self.key_buffer, self.value_buffer):
@@ -68,24 +67,24 @@ class FusedLayer(DynamicLayer):
         return self.key_buffer.shape[2]
 
     def write(self, rows: Tensor, key_states: Tensor, value_states: Tensor) -> None:
-        """Append (1, H, t, D) at rows (t,), the next ones; there must be room."""
+        """Append (1, H, t, D) at rows (t,), which are the next ones; the capacity must suffice."""
         self.key_buffer.index_copy_(2, rows, key_states)
         self.value_buffer.index_copy_(2, rows, value_states)
         self.set_length(self.keys.shape[2] + rows.shape[0])
 
     def keep(self, rows: Tensor) -> None:
         """Keep rows (H, kept) of each head, ascending, and free the memory of the others."""
-        held = self.keys.shape[2]
+        tokens = self.keys.shape[2]
         self.key_buffer = _gathered(self.keys, rows)
         self.value_buffer = _gathered(self.values, rows)
-        self.evicted += held - rows.shape[1]
+        self.evicted += tokens - rows.shape[1]
         self.set_length(rows.shape[1])
 
     def get_seq_length(self) -> int:
         return int(self.keys.shape[2]) + self.evicted
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys, and the first one's position: for a mask the kept keys stand directly before new ones."""
+        """Number of keys, and the first one's position: a mask takes the kept keys to be directly before new ones."""
         return int(self.keys.shape[2]) + query_length, self.evicted
 
 
@@ -112,10 +111,10 @@ class Append:
 class Scatter:
     """Overwrites stored rows with new ones.
 
-    rows (R,): their positions; None: they are all rows. load(layer): called first, waits for the stored KV;
+    rows (R,): the positions of the new rows; None: all positions. load(layer): called first, waits for the stored KV;
     correct(layer, new keys, new values): called next, corrects the stored KV; peek: write nothing and end the layer
-    with `NewKV`; stop: position before which rows see keys, None for all; seen (S,): positions of the keys that
-    attention gets, None for all.
+    with `NewKV`; stop: attention gets only keys before this position, None for all; seen (S,): positions of the keys
+    that attention gets, None for all.
     """
 
     rows: Tensor | None = None

@@ -22,8 +22,8 @@ VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
 # The defaults; their measurements are in docs/methods.md.
 DEFAULT_METHOD = "probe-shift"
 DEFAULT_RATIO = 0.25
-LOADS = ("auto", "all")  # of stored KV: what is faster than computing it, or whatever is there
-FUSES = ("auto", "all")  # models whose answers were measured, or all that pass the self-test
+LOAD_MODES = ("auto", "all")  # load stored KV where that is faster than computing it, or always
+FUSE_MODES = ("auto", "all")  # fuse kinds of models that were measured, or all that pass the self-test
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EngineConfig:
     available; dtype: a name or None for one that is fast on the device; collection: a namespace of node ids, and the
     salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the device
     (None: a share of the free space, see `kvstore.store` and `device.default_budgets`); store_policy: the eviction
-    policy of every tier (None: the store's); kv_codec: encoding of new KV, a row of `kvstore.codec.CODECS` (None: raw);
+    policy of every tier (None: the store's); kv_codec: encoding of new KV, a key of `kvstore.codec.CODECS` (None: raw);
     remote: URL of a store shared between machines, see docs/vllm.md; url: of the vLLM server that has the model (None:
     it is loaded here); load: `auto` computes passages whose KV would take longer to load, `all` loads all that is
     stored (None: unchanged, at first `auto`); fuse: `all` fuses every model that passes the self-test, `auto` none of
@@ -72,7 +72,7 @@ class EngineConfig:
             codec_named(self.kv_codec)
         if self.remote is not None:
             Place.of(self.remote)
-        for name, value, known in (("load", self.load, LOADS), ("fuse", self.fuse, FUSES)):
+        for name, value, known in (("load", self.load, LOAD_MODES), ("fuse", self.fuse, FUSE_MODES)):
             if value not in (None, *known):
                 raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}")
 
@@ -117,7 +117,7 @@ class DecodeOptions:
                 continue
             if not isinstance(value, kind) or not math.isfinite(value):
                 raise UsageError(f"{name} must be a {'' if kind is Real else 'whole '}number, not {value!r}")
-        for name, sound, wanted in (
+        for name, is_valid, wanted in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 (greedy) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -134,7 +134,7 @@ class DecodeOptions:
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a number of 64 bits"),
         ):
-            if not sound:
+            if not is_valid:
                 raise UsageError(f"{name} must be {wanted}, not {getattr(self, name)}")
         object.__setattr__(self, "logit_bias", _token_biases(self.logit_bias))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -147,8 +147,8 @@ class DecodeOptions:
         """Options by name. Raises UsageError for a name that does not exist, with the nearest one that does."""
         for name in options:
             if name not in (names := cls.__dataclass_fields__):
-                said = f"the option {name!r} is unknown; there are {', '.join(names)}"
-                raise UsageError(said + did_you_mean(name, names))
+                message = f"the option {name!r} is unknown; there are {', '.join(names)}"
+                raise UsageError(message + did_you_mean(name, names))
         return cls(**options)
 
 
@@ -157,7 +157,7 @@ def _token_biases(biases: object) -> dict[int, float]:
     try:
         found = {int(token): float(bias) for token, bias in biases.items()}  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
-        found = {-1: 0.0}
+        found = {-1: 0.0}  # not valid: raises below
     if not all(token >= 0 and abs(bias) <= 100 for token, bias in found.items()):
         raise UsageError(f"logit_bias must have token ids with numbers from -100 to 100, not {biases!r:.80}")
     return found
@@ -182,8 +182,8 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Timings:
-    """In milliseconds. load_ms: time of the reading threads; stall_ms: time that the compute waited for them; probe_ms:
-    time of the probe's layers, waits included.
+    """Times in milliseconds. load_ms: of the reading threads; stall_ms: in which computing waited for them; move_ms: of
+    rotating keys; select_ms: of choosing rows; probe_ms: of the probe's layers, waits included.
     """
 
     load_ms: float = 0.0
@@ -209,7 +209,7 @@ class Report:
     as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt: `r`eused, re`c`omputed,
     `f`resh, `m`issing, `n`ot loaded. evicted_tokens: how many each key head lost after the first token.
     unsupported_figures: figures of the answer that are not in the prompt, if it has chunks (`figures.py`).
-    read_again_at: after how many tokens of the answer the prompt was read in full, for an uncertain figure.
+    read_again_at: after how many tokens of the answer the prompt was prefilled in full, for an uncertain figure.
     """
 
     method: str
@@ -247,8 +247,8 @@ def is_server_url(url: str) -> bool:
     """Whether it is an http or https URL with a host, and without a password, which messages would show."""
     with suppress(ValueError):  # an invalid port
         parts = urlsplit(url)
-        has_place = bool(parts.hostname) and parts.port != 0 and not parts.query
-        return parts.scheme in ("http", "https") and has_place and "@" not in parts.netloc
+        has_host = bool(parts.hostname) and parts.port != 0 and not parts.query
+        return parts.scheme in ("http", "https") and has_host and "@" not in parts.netloc
     return False
 
 

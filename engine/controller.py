@@ -5,8 +5,8 @@ loading is slower, more rows can be recomputed without delay; if it is faster, t
 (CacheBlend, EuroSys'25, section 5.1, footnotes 5-6). If it is slower than computing, passages are computed from the
 front of the prompt, where that is exact, while those behind are loaded (Cake, arXiv 2410.03065). On a CPU reading and
 computing use the same cores, so nothing is hidden. Two things are measured (`profiling.py`): the time of rows through
-the layers, and the speed of each tier; every request corrects them (`MeasuredSpeeds`). The policy tells its own work
-(`Policy.passes`).
+the layers, and the speed of each tier; every request corrects them (`MeasuredSpeeds`). What a policy computes is known
+from `Policy.passes`.
 """
 
 import json
@@ -21,9 +21,9 @@ from ragblend.kvstore.errors import StoreError, UsageError
 from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.policy import PrefillProfile
 
-RATIO_STEPS = 1 << 10
+RATIO_STEPS = 1 << 10  # how finely `hidden_ratio` searches
 # Tolerance for "no delay", as a share of the fastest tier's TTFT; two runs of one request differ by more.
-NO_DELAY = 1.05
+NO_DELAY_FACTOR = 1.05
 # Storing a GB for a month: cloud list prices, rounded; only their order matters.
 USD_PER_GB_MONTH = {"device": 60.0, "memory": 3.0, "disk": 0.1}
 Passes = Sequence[tuple[float, float]]  # (rows, layers that they pass)
@@ -38,12 +38,15 @@ class Tier:
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0:
-            raise UsageError(f"the profile of tier {self.name!r} is not above 0 bytes/s; measure it again")
+            raise UsageError(
+                f"the profile has {self.bytes_per_s} bytes/s for tier {self.name!r}, which must be above 0; measure it "
+                "again"
+            )
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Measurements of one model on one device. prefill: rows after others, through all layers.
+    """Measurements of one model on one device. prefill: times of new rows after cached ones, through all layers.
 
     tiers: empty if only the layers were measured; overlaps: whether loading runs in parallel with the layers; slowdown:
     how much longer computing takes at present than when it was measured.
@@ -56,7 +59,7 @@ class DeviceProfile:
     slowdown: float = 1.0
 
     def tier(self, name: str) -> Tier:
-        """The tier of that name; the slowest known one if it was not measured, and an endless speed if none was."""
+        """The tier of that name; if it was not measured, the slowest one; if none was, one of infinite speed."""
         slowest = min(self.tiers, key=lambda tier: tier.bytes_per_s, default=Tier(name, math.inf))
         return next((tier for tier in self.tiers if tier.name == name), slowest)
 
@@ -68,10 +71,10 @@ class DeviceProfile:
         rest_ms = self.prefill.ms(cached + blocks * most, rest) if rest else 0.0
         return self.slowdown * (whole + rest_ms)
 
-    def beside(self, speeds: Mapping[str, float]) -> "DeviceProfile":
-        """The same profile with other measurements of some tiers, in bytes per second."""
-        others = (tier for tier in self.tiers if tier.name not in speeds)
-        return replace(self, tiers=(*others, *(Tier(*speed) for speed in speeds.items())))
+    def with_speeds(self, speeds: Mapping[str, float]) -> "DeviceProfile":
+        """The same profile with these speeds of tiers, in bytes per second, in place of its own."""
+        unchanged = (tier for tier in self.tiers if tier.name not in speeds)
+        return replace(self, tiers=(*unchanged, *(Tier(name, speed) for name, speed in speeds.items())))
 
     def save(self, path: Path) -> None:
         """Save the profile, replacing an older one. Raises StoreError if the disk is full or fails; the older one then
@@ -132,13 +135,15 @@ class Decision:
 
 
 def compute_ms(profile: DeviceProfile, work: Workload, ratio: float) -> float:
-    """Sums over passes, because small passes take longer per row: a mean over layers would be too low."""
+    """Time to compute a request, as the sum of its passes: small passes take longer per row, so the time of a mean
+    number of rows would be too low.
+    """
     passes = work.passes(ratio)
-    return sum(n / work.layers * profile.rows_ms(work.tokens - rows, rows) for rows, n in passes)
+    return sum(count / work.layers * profile.rows_ms(work.tokens - rows, rows) for rows, count in passes)
 
 
 def load_ms(profile: DeviceProfile, work: Workload, tier: str | None = None) -> float:
-    """Reading all stored KV from its tiers, or, if named, from one tier."""
+    """Time to load all stored KV from its tiers, or from one named tier."""
     parts = work.bytes_by_tier if tier is None else {tier: sum(work.bytes_by_tier.values())}
     return sum(nbytes / profile.tier(name).bytes_per_s * 1e3 for name, nbytes in parts.items())
 
@@ -153,27 +158,27 @@ def ttft_ms(profile: DeviceProfile, work: Workload, ratio: float, tier: str | No
     if not profile.overlaps:
         return load + compute_ms(profile, work, ratio)
     passes = work.passes(ratio)
-    each, done, first = load / layers, 0.0, layers - sum(count for _, count in passes)
+    load_layer_ms, done_ms = load / layers, 0.0
+    first = layers - sum(count for _, count in passes)  # negative if there is a probe
     for rows, count in passes:
         begin, end = (0.0, count) if first < 0 else (first, first + count)
         first += count
-        own = profile.rows_ms(work.tokens - rows, rows) / layers  # a layer of it
-        # Bound by what was before, by its first layer's KV, or by its last one's.
-        bounds = (
-            done + own * count,
-            min(begin + 1, end) * each + own * count,
-            end * each + own * min(1, count),
+        layer_ms = profile.rows_ms(work.tokens - rows, rows) / layers
+        # A pass ends when its layers are computed: after the pass before it, after its first layer's KV has come, and
+        # its last layer after that layer's KV has come.
+        done_ms = max(
+            done_ms + layer_ms * count,
+            min(begin + 1, end) * load_layer_ms + layer_ms * count,
+            end * load_layer_ms + layer_ms * min(1, count),
         )
-        done = max(bounds)
-    return max(done, load)
+    return max(done_ms, load)
 
 
-def values_to_compute(
+def chunks_to_compute(
     profile: DeviceProfile, work: Callable[[int], Workload], ratio: float, least: int, most: int
 ) -> int:
-    """How many of `most` stored values to compute instead of loading, at least `least`: the fewest of those that give
-    the shortest time to first token. work(count): the request without the first `count` of them, in the order of
-    giving up.
+    """How many of `most` stored chunks to compute instead of loading, at least `least`: the smallest number that gives
+    the shortest time to first token. work(count): the request if the first `count` chunks are computed.
     """
     wanted = work(least)
     if profile.overlaps and load_ms(profile, wanted) <= compute_ms(profile, wanted, ratio):
@@ -184,9 +189,9 @@ def values_to_compute(
 
 
 class MeasuredSpeeds:
-    """What requests showed since the process began: the speed of each tier, and of computing beside the profile's.
+    """Speeds learned from requests since the process began: of each tier, and of computing relative to the profile.
 
-    Each request's measurement has half of the weight.
+    Each new measurement gets half of the weight.
     """
 
     LEAST_BYTES = 1 << 20  # less says nothing about a tier
@@ -197,20 +202,20 @@ class MeasuredSpeeds:
         self._bytes_per_s: dict[str, float] = {}
         self._slowdown = 1.0
 
-    def applied(self, profile: DeviceProfile | None) -> DeviceProfile | None:
-        """The profile, corrected."""
+    def corrected(self, profile: DeviceProfile | None) -> DeviceProfile | None:
+        """The profile, corrected by these speeds."""
         if profile is None:
             return None
-        return replace(profile.beside(self._bytes_per_s), slowdown=self._slowdown)
+        return replace(profile.with_speeds(self._bytes_per_s), slowdown=self._slowdown)
 
-    def loaded(self, tier: str, nbytes: int, ms: float) -> None:
-        """A request loaded these bytes from one tier in that time, as far as it was loading at all."""
+    def record_load(self, tier: str, nbytes: int, ms: float) -> None:
+        """A request loaded these bytes from one tier, and was loading for `ms`."""
         if nbytes >= self.LEAST_BYTES and ms > 0:
             found = nbytes / ms * 1e3
             self._bytes_per_s[tier] = 2 / (1 / self._bytes_per_s.get(tier, found) + 1 / found)
 
-    def computed(self, predicted_ms: float, ms: float) -> None:
-        """A request took `ms` for what the corrected profile predicts to take predicted_ms."""
+    def record_compute(self, predicted_ms: float, ms: float) -> None:
+        """A request took `ms`; the corrected profile had predicted predicted_ms."""
         if predicted_ms > 0 and ms > 0:
             change = min(max(ms / predicted_ms, 1 / self.MOST_CHANGE), self.MOST_CHANGE)
             self._slowdown *= change**0.5
@@ -230,20 +235,22 @@ def cheapest_tier(profile: DeviceProfile, work: Workload, ratio: float) -> str:
     """The cheapest tier from which a request takes no longer than from the fastest (footnote 6)."""
     times = [(ttft_ms(profile, work, ratio, tier.name), tier) for tier in profile.tiers]
     fastest = min(ms for ms, _ in times)
-    fast = [tier for ms, tier in times if ms <= NO_DELAY * fastest]
+    fast = [tier for ms, tier in times if ms <= NO_DELAY_FACTOR * fastest]
     return min(fast, key=lambda tier: USD_PER_GB_MONTH.get(tier.name, math.inf)).name
 
 
 def decide(
-    profile: DeviceProfile | None, work: Workload, asked: float | None, least_ratio: float
+    profile: DeviceProfile | None, work: Workload, requested: float | None, least_ratio: float
 ) -> Decision:
     """The requested ratio; or, for None, the larger of least_ratio and what loading hides."""
-    ratio, reason = (least_ratio, "the least for quality") if asked is None else (asked, "asked for")
+    ratio, reason = requested, "asked for"
+    if ratio is None:
+        ratio, reason = least_ratio, "the least for quality"
     loaded = work.bytes_by_tier
     if profile is None:
         unknown = "not measured yet: `ragblend doctor --profile` does it"
-        return Decision(ratio, unknown if asked is None else reason, loaded)
-    if asked is None and loaded:
+        return Decision(ratio, unknown if requested is None else reason, loaded)
+    if requested is None and loaded:
         ratio, reason = max((ratio, reason), (hidden_ratio(profile, work), "what loading hides"))
     cheapest = cheapest_tier(profile, work, ratio) if loaded and profile.tiers else None
     times = ttft_ms(profile, work, ratio), load_ms(profile, work), compute_ms(profile, work, ratio)

@@ -14,18 +14,18 @@ from ragblend.engine.selection.shift import Delta, LayerChange, ShiftContext
 class Correction:
     """Applies the policy's corrections in each layer, rotated to each row's position.
 
-    rows (R,): all rows being computed, in one block; the change of the stored ones among them is what the policy sees.
+    rows (R,): all rows being computed, in one block. The policy gets the change of those among them that had stored KV.
     """
 
     def __init__(self, decoder: Decoder, plan: Plan, policy: Policy, cache: FusedCache, rows: Tensor) -> None:
         self._decoder, self._plan, self._policy, self._cache = decoder, plan, policy, cache
-        self._at = (plan.kinds[rows] == TokenKind.REUSABLE).nonzero().squeeze(1)
+        self._reusable = (plan.kinds[rows] == TokenKind.REUSABLE).nonzero().squeeze(1)
         chunks = [(span.start, span.stop) for span in policy.spans(plan) if not span.exact]
         stored = decoder.geometry.torch_dtype
-        # bfloat16 stays, else float32: squares of float16 may overflow.
+        # Not float16, whose squares may overflow.
         self._dtype = stored if stored == torch.bfloat16 else torch.float32
-        self._run = ShiftContext(rows[self._at], chunks, self._dtype)
-        self._by_kernel = decoder.has_kernels("shift")
+        self._context = ShiftContext(rows[self._reusable], chunks, self._dtype)
+        self._uses_kernel = decoder.has_kernels("shift")
         self._tables: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
@@ -39,7 +39,7 @@ class Correction:
             return unrotated(keys[:, at].to(self._dtype), at), values[:, at].to(self._dtype)
 
         observed = self._observed(layer, (new_keys, new_values), (keys, values))
-        change = LayerChange(layer, self._run, *observed[:2], stored, unrotated, observed[2])
+        change = LayerChange(layer, self._context, *observed[:2], stored, unrotated, observed[2])
         for delta in self._policy.deltas(self._plan, change):
             self._add(layer, delta, keys, values)
 
@@ -47,29 +47,30 @@ class Correction:
         self, layer: int, new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """New minus stored keys, un-rotated, and values (H, C, D); and both by row, if a kernel computes them."""
-        computed = self._run.computed
-        if not self._by_kernel or new[0].stride(2) != 1 or new[1].stride(2) != 1:
+        computed = self._context.computed
+        if not self._uses_kernel or new[0].stride(2) != 1 or new[1].stride(2) != 1:
             # index_select would first copy the whole of a buffer that has free capacity.
             keys, values = (
-                a[:, self._at].float() - b[:, computed].float() for a, b in zip(new, stored, strict=True)
+                a[:, self._reusable].float() - b[:, computed].float()
+                for a, b in zip(new, stored, strict=True)
             )
             return self._rotated(layer, keys, computed, sign=-1), values, None
         from ragblend.engine.kernels.shift import observed
 
-        by, rope = self._table(layer, torch.float32, 1), self._decoder.rope(layer)
+        rotation, rope = self._table(layer, torch.float32, 1), self._decoder.rope(layer)
         heads, _, size = new[0].shape
-        by_row = observed(new, self._at, stored, computed, by, rope)
+        by_row = observed(new, self._reusable, stored, computed, rotation, rope)
         parts = by_row[:, : heads * size], by_row[:, heads * size :]
         keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in parts)
         return keys, values, by_row
 
     def _add(self, layer: int, delta: Delta, keys: Tensor, values: Tensor) -> None:
         """Add a correction to these stored rows (H, T, D), keys rotated to their positions."""
-        if self._by_kernel and delta.keys.stride(2) == delta.values.stride(2) == 1:
+        if self._uses_kernel and delta.keys.stride(2) == delta.values.stride(2) == 1:
             from ragblend.engine.kernels.shift import add
 
-            by, rope = self._table(layer, torch.float32, 1), self._decoder.rope(layer)
-            add((delta.keys, delta.values), (keys, values), delta.start, by, rope)
+            rotation, rope = self._table(layer, torch.float32, 1), self._decoder.rope(layer)
+            add((delta.keys, delta.values), (keys, values), delta.start, rotation, rope)
             return
         rows = slice(delta.start, delta.start + delta.keys.shape[1])
         keys[:, rows].add_(self._rotated(layer, delta.keys, rows))

@@ -27,8 +27,8 @@ def copied_kv(
     layers: Iterable[tuple[Tensor, Tensor]],
     rope: Callable[[int], Rope],
 ) -> ChunkKV:
-    """KV in tensors of its own on the CPU. layers: keys and values (H, T, D) of each, on any device, which is awaited
-    once, and not for every tensor.
+    """Copy KV to new tensors on the CPU. layers: keys and values (H, T, D) of each, on any device. All copies are
+    queued before the device is awaited.
     """
     views = list(layers)
     transfers = transfer_stream(views[0][0].device)
@@ -49,7 +49,7 @@ def copied_kv(
 
 
 class ChunkEncoder:
-    """Encodes chunks after one prefix, which is computed once. It does not keep the model from being freed."""
+    """Encodes chunks after one prefix, which is computed once. It holds only a weak reference to the model."""
 
     def __init__(self, decoder: Decoder, prefix_ids: Sequence[int]) -> None:
         self._decoder = weakref.ref(decoder)
@@ -61,10 +61,10 @@ class ChunkEncoder:
     @property
     def decoder(self) -> Decoder:
         decoder = self._decoder()
-        assert decoder is not None, "only asked for while the model is loaded"
+        assert decoder is not None, "used only while the model is loaded"
         return decoder
 
-    def is_of(self, decoder: Decoder) -> bool:
+    def uses(self, decoder: Decoder) -> bool:
         """Whether it uses that decoder, and not one that was freed."""
         return self._decoder() is decoder
 

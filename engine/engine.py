@@ -114,8 +114,8 @@ class Engine(EngineInterface):
         return (self.runtime.queue,)
 
     @property
-    def measures_answers(self) -> bool:
-        return self.runtime.gate.passed and self.runtime.choice.needs_measurement
+    def needs_measurement(self) -> bool:
+        return self.runtime.gate.passed and self.runtime.decode_selector.needs_measurement
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         def tokenized() -> Sequence[Chunk]:
@@ -164,7 +164,7 @@ class Engine(EngineInterface):
     def _connect(self, cancel: Cancel | None, deadline: float) -> None:
         """Nothing: the model is in this process."""
 
-    def _answering(
+    def _answer_function(
         self, request: Request, options: DecodeOptions, speculation: Speculation | None = None
     ) -> Callable[[OnText | None, Cancel | None], Result]:
         return partial(
@@ -181,7 +181,7 @@ class Engine(EngineInterface):
                 speculation.offer(request)
             if request is None:
                 raise UsageError(NO_PROMPT)
-            return self._answering(request, options, speculation)(on_text, cancel)
+            return self._answer_function(request, options, speculation)(on_text, cancel)
 
     def _answer(
         self,
@@ -214,12 +214,12 @@ class Engine(EngineInterface):
                     self.runtime.sessions.add(request.session)
 
 
-def loaded_here(engine: EngineInterface, what: str) -> Engine:
-    """The engine, if its model is loaded in this process; else raises UnsupportedModelError. what: the operation, for
-    the message.
+def require_local_engine(engine: EngineInterface, what: str) -> Engine:
+    """Return the engine. Raises UnsupportedModelError if its model is not loaded in this process. what: the operation,
+    for the message.
     """
     if not hasattr(engine, "continue_logits"):
         raise UnsupportedModelError(
-            f"{what} cannot be had from {engine.device}; load the model here for that"
+            f"{what} is not possible with {engine.device}; load the model in this process for that"
         )
     return cast(Engine, engine)

@@ -27,17 +27,17 @@ from ragblend.kvstore.errors import UsageError
 
 
 @dataclass
-class Spent:
+class ComputeCost:
     """Counts computed layer-rows (one row in one layer).
 
-    layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens in the probe, which were
-    recomputed after it. recomputed: stored tokens computed through the last layer. probe_rows: rows of the probe. rows:
-    (R,) those that the last layer computed.
+    layer_rows: all; stored_layer_rows: of stored tokens; repeated_layer_rows: of the probe, if the same rows were
+    computed again after it. recomputed: number of stored tokens computed through the last layer. probe_rows: number of
+    rows of the probe. rows (R,): positions that the last layer computed.
     """
 
     layer_rows: float = 0.0
     stored_layer_rows: float = 0.0
-    again_layer_rows: float = 0.0
+    repeated_layer_rows: float = 0.0
     recomputed: int = 0
     probe_rows: int = 0
     rows: Tensor | None = None
@@ -58,9 +58,9 @@ class ActiveRows:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Final results of a probe: all rows before position `tokens`. Of these, rows (R,) with hidden (1, R, hidden) must
-    still pass `layer` and later layers.
+class SettledRows:
+    """Rows before position `tokens` whose KV a probe computed for good, up to `layer`. From there on, those among them
+    that are computed, rows (R,) with hidden (1, R, hidden), continue with the others.
     """
 
     tokens: int = 0
@@ -80,10 +80,10 @@ class Fusion:
     loader: LayerLoader
     recorder: Recorder
     turn: DeviceTurn | None = None
-    spent: Spent = field(default_factory=Spent)
+    cost: ComputeCost = field(default_factory=ComputeCost)
 
     @torch.inference_mode()
-    def prefill(self) -> tuple[Tensor, Spent]:
+    def prefill(self) -> tuple[Tensor, ComputeCost]:
         """Fill the cache for the whole prompt and return the last row's logits, (vocab,) float32.
 
         Raises Cancelled between layers, LostChunk from the loader.
@@ -93,16 +93,16 @@ class Fusion:
             probed, settled = self._probe()
             with part("select", stream="device"):
                 every = torch.arange(plan.tokens, device=self.decoder.device)
-                rows = self._all_needed(every, policy.rows(plan, probed))
+                rows = self._checked_choice(every, policy.rows(plan, probed))
             with part("prepare", stream="device"):
                 work = self._embedded(rows[rows >= settled.tokens] if settled.tokens else rows)
             for layer in range(plan.layers):
                 self._yield_device()
                 work = self._layer(layer, self._joined(work, settled) if layer == settled.layer else work)
-            self.spent.recomputed += work.stored
-            self.spent.rows = work.rows
+            self.cost.recomputed += work.stored
+            self.cost.rows = work.rows
             with part("head", stream="device"):
-                return self.decoder.head(work.hidden[:, -1:])[0], self.spent
+                return self.decoder.head(work.hidden[:, -1:])[0], self.cost
         finally:
             self.cache.step = Append()
 
@@ -113,10 +113,10 @@ class Fusion:
 
     def _layer(self, layer: int, work: ActiveRows) -> ActiveRows:
         """Run the rows through one layer, and drop those that the policy does not keep."""
-        policy, plan, spent, record = self.policy, self.plan, self.spent, self.recorder.part
+        policy, plan, cost, record = self.policy, self.plan, self.cost, self.recorder.part
         if policy.peeks(plan, layer):
-            spent.stored_layer_rows += plan.attention_share * work.stored
-            spent.layer_rows += plan.attention_share * work.rows.numel()
+            cost.stored_layer_rows += plan.attention_share * work.stored
+            cost.layer_rows += plan.attention_share * work.rows.numel()
             with record("compute", layer, stream="device"):
                 evidence = self._peek(layer, work)
             with record("select", layer, stream="device"):
@@ -126,17 +126,17 @@ class Fusion:
             if narrows:
                 self.loader.wait(layer)
                 old = self.cache.rows(layer, work.rows)
-            work = replace(work, hidden=self._through(layer, work))
-        spent.stored_layer_rows += work.stored
-        spent.layer_rows += work.rows.numel()
+            work = replace(work, hidden=self._hidden_after(layer, work))
+        cost.stored_layer_rows += work.stored
+        cost.layer_rows += work.rows.numel()
         if not narrows:
             return work
         with record("select", layer, stream="device"):
             evidence = Evidence(layer, work.rows, *self.cache.rows(layer, work.rows), *old)
             return self._narrowed(work, policy.narrow(plan, evidence, layer + 1))
 
-    def _all_needed(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """The rows that a policy chose. Raises UsageError if a row would be neither computed nor loaded."""
+    def _checked_choice(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Return the rows that a policy chose. Raises UsageError if a row would be neither computed nor loaded."""
         if self.policy.measures_time_only:
             return chosen
         left_out = torch.zeros(self.plan.tokens, dtype=torch.bool, device=rows.device)
@@ -146,31 +146,31 @@ class Fusion:
         left_out[chosen] = False
         if left_out.any():
             raise UsageError(
-                f"the policy {self.policy.name!r} left out {int(left_out.sum())} rows that have no stored KV; what it "
-                "returns must hold them all (`needed_rows` names them, `pick_top` adds them)"
+                f"the policy {self.policy.name!r} left out {int(left_out.sum())} rows that have no stored KV; it "
+                "must return them all (`needed_rows` lists them, `pick_top` adds them)"
             )
         return chosen
 
     def _embedded(self, rows: Tensor, collected: int = 0, absent: Tensor | None = None) -> ActiveRows:
         """Rows (R,) before the first layer."""
-        return self._work(rows, self.decoder.embed(self.plan.token_ids[rows]), collected, absent)
+        return self._active_rows(rows, self.decoder.embed(self.plan.token_ids[rows]), collected, absent)
 
-    def _work(
+    def _active_rows(
         self, rows: Tensor, hidden: Tensor, collected: int = 0, absent: Tensor | None = None
     ) -> ActiveRows:
         """Rows (R,) before a layer, cut into blocks, with the correction that their changes cause.
 
-        collected: of how many of the last rows attention can be collected; absent (T,) bool: keys that no row sees.
+        collected: the number of last rows whose attention can be collected; absent (T,) bool: keys that no row sees.
         """
         decoder, plan = self.decoder, self.plan
         if self.policy.exact:
-            return self._in_pieces(rows, hidden)
+            return self._exact_rows(rows, hidden)
         corrects = collected == 0 and self.policy.corrects(plan)
         # All rows in one block use attention's own causal path, which is faster than any mask. With a mask, attention
         # reads the whole buffers, so rows that later blocks will write must not be garbage: 0 times NaN is NaN. A
         # correction needs all changes before the first row attends.
-        whole = rows.numel() == plan.tokens or not decoder.tiles or corrects
-        parts = rows.split([rows.numel()] if whole else _block_sizes(rows.numel(), collected))
+        is_one_block = rows.numel() == plan.tokens or not decoder.tiles or corrects
+        parts = rows.split([rows.numel()] if is_one_block else _block_sizes(rows.numel(), collected))
         last = len(parts) - 1
         blocks = [
             decoder.row_block(part, plan.tokens, hidden, collected if number == last else 0, absent)
@@ -180,8 +180,8 @@ class Fusion:
         correct = Correction(decoder, plan, self.policy, self.cache, rows).apply if corrects else None
         return ActiveRows(rows, hidden, blocks, stored, correct)
 
-    def _in_pieces(self, rows: Tensor, hidden: Tensor) -> ActiveRows:
-        """Blocks that end with a chunk, or with the prompt, and see nothing after them.
+    def _exact_rows(self, rows: Tensor, hidden: Tensor) -> ActiveRows:
+        """Rows (R,) in blocks that end with a chunk, or with the prompt, and see nothing after them.
 
         So a chunk's KV depends, bit for bit, only on the tokens up to its end, not on later ones or on stored KV.
         """
@@ -193,13 +193,13 @@ class Fusion:
             blocks.append(self.decoder.row_block(part, int(part[-1]) + 1, its_hidden))
         return ActiveRows(rows, hidden, blocks, stored=0)
 
-    def _through(self, layer: int, work: ActiveRows, collect: CollectAttention | None = None) -> Tensor:
+    def _hidden_after(self, layer: int, work: ActiveRows, collect: CollectAttention | None = None) -> Tensor:
         """The rows' hidden states after that layer. Raises LayerStopped if collect does."""
-        moved = []
+        outputs = []
         for block, hidden in _blocks(work):
             self.cache.step = self._step(work, block)
-            moved.append(self.decoder.run_layer(layer, hidden, block, self.cache, collect))
-        return moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
+            outputs.append(self.decoder.run_layer(layer, hidden, block, self.cache, collect))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _peek(self, layer: int, work: ActiveRows) -> Evidence:
         """The rows' new and stored KV in that layer, which ends before its attention."""
@@ -221,25 +221,25 @@ class Fusion:
 
     def _narrowed(self, work: ActiveRows, keep: Tensor) -> ActiveRows:
         """Only the rows `keep`, ascending positions among the current ones."""
-        self._all_needed(work.rows, keep)
+        self._checked_choice(work.rows, keep)
         if keep.numel() == work.rows.numel():
             return work
-        return self._work(keep, work.hidden.index_select(1, torch.searchsorted(work.rows, keep)))
+        return self._active_rows(keep, work.hidden.index_select(1, torch.searchsorted(work.rows, keep)))
 
-    def _joined(self, work: ActiveRows, settled: Settled) -> ActiveRows:
+    def _joined(self, work: ActiveRows, settled: SettledRows) -> ActiveRows:
         """The rows, preceded by those that a probe stopped before this layer."""
         if settled.rows is None or settled.hidden is None or not settled.rows.numel():
             return work
         rows = torch.cat([settled.rows, work.rows])
-        return self._work(rows, torch.cat([settled.hidden, work.hidden], dim=1))
+        return self._active_rows(rows, torch.cat([settled.hidden, work.hidden], dim=1))
 
-    def _probe(self) -> tuple[ProbeResult | None, Settled]:
+    def _probe(self) -> tuple[ProbeResult | None, SettledRows]:
         """Run the fresh rows that the policy asks for, up to the last layer whose attention it collects."""
-        policy, plan, spent = self.policy, self.plan, self.spent
+        policy, plan, cost = self.policy, self.plan, self.cost
         rows = policy.probe_rows(plan)
         if rows is None:
-            return None, Settled()
-        assert self.decoder.shows_attention, f"{policy.name} collects what this model does not show"
+            return None, SettledRows()
+        assert self.decoder.shows_attention, f"{policy.name} needs attention, which this model does not show"
         collected = min(int((rows >= plan.suffix_start).sum()), COLLECTED_ROWS)
         absent = plan.always.clone()
         absent[rows] = False
@@ -247,7 +247,9 @@ class Fusion:
         with self.recorder.part("prepare", stream="device"):
             work = self._embedded(rows, collected, absent if blank.numel() else None)
             digest = policy.digest(plan)
-            between = work.blocks if digest is None else self._seeing(work, digest[~absent[digest]])
+            passing_blocks = work.blocks
+            if digest is not None:
+                passing_blocks = self._blocks_with_keys(work, digest[~absent[digest]])
         layers = self._with_attention(policy.attention_layers(plan))
         stop = max(layers, default=-1) + 1
         ends_early = stop < plan.layers
@@ -260,20 +262,21 @@ class Fusion:
             with self.recorder.part("probe", layer, stream="device"):
                 if layer in layers:
                     work = self._probed_layer(layer, work, scores, stops=last or digest is not None)
-                    spent.layer_rows += rows.numel()
+                    cost.layer_rows += rows.numel()
                 if layer not in layers or (digest is not None and not last):
-                    work = replace(work, hidden=self._through(layer, replace(work, blocks=between)))
-                    spent.layer_rows += rows.numel()
-        spent.again_layer_rows = spent.layer_rows  # nothing was computed before
-        spent.probe_rows = rows.numel()
-        settled = Settled()
+                    passing = replace(work, blocks=passing_blocks)
+                    work = replace(work, hidden=self._hidden_after(layer, passing))
+                    cost.layer_rows += rows.numel()
+        cost.repeated_layer_rows = cost.layer_rows  # nothing was computed before
+        cost.probe_rows = rows.numel()
+        settled = SettledRows()
         if count := plan.settled_rows(rows):
-            spent.again_layer_rows -= count * stop
-            settled = Settled(plan.settled_tokens)
+            cost.repeated_layer_rows -= count * stop
+            settled = SettledRows(plan.settled_tokens)
             if ends_early:  # the last layer was stopped, and is computed again for these rows
-                settled = Settled(plan.settled_tokens, stop - 1, rows[:count], work.hidden[:, :count])
-                spent.again_layer_rows += count
-        return ProbeResult(scores, spent.again_layer_rows / plan.layers), settled
+                settled = SettledRows(plan.settled_tokens, stop - 1, rows[:count], work.hidden[:, :count])
+                cost.repeated_layer_rows += count
+        return ProbeResult(scores, cost.repeated_layer_rows / plan.layers), settled
 
     def _with_attention(self, wanted: range) -> list[int]:
         """The layers among those wanted that have attention; if none has, the nearest one."""
@@ -283,8 +286,8 @@ class Fusion:
             return [min(layers, key=lambda layer: abs(layer - wanted.start))]
         return found
 
-    def _seeing(self, work: ActiveRows, keys: Tensor) -> list[RowBlock]:
-        """The blocks, restricted to the keys at positions (S,), because later ones may not be written yet."""
+    def _blocks_with_keys(self, work: ActiveRows, keys: Tensor) -> list[RowBlock]:
+        """The blocks, restricted to the keys at positions (S,) up to each block's end: later ones may be unwritten."""
         dtype = work.hidden.dtype
         return [self.decoder.with_keys(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
 
@@ -307,7 +310,7 @@ class Fusion:
                 raise LayerStopped
 
         try:
-            return replace(work, hidden=self._through(layer, work, collect))
+            return replace(work, hidden=self._hidden_after(layer, work, collect))
         except LayerStopped:
             return work
 

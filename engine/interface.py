@@ -28,9 +28,9 @@ from ragblend.kvstore.errors import Cancelled, UsageError
 from ragblend.kvstore.store import KVStore
 
 _engines: dict[tuple[RuntimeBase, str], Any] = {}
-_opening = threading.Lock()
+_engines_lock = threading.Lock()
 MAX_ROOM_TOKENS = 256  # answer tokens for which memory is reserved at prefill; it grows later
-NO_PROMPT = "no prompt came; yield one at least, the last one being answered"
+NO_PROMPT = "there is no prompt to answer: `prompts` must yield at least one"
 
 
 class EngineInterface(ABC):
@@ -49,7 +49,7 @@ class EngineInterface(ABC):
     @classmethod
     def shared(cls, config: EngineConfig, home: Path) -> Self:
         """The process's engine for that model, home and collection."""
-        with _opening:
+        with _engines_lock:
             runtime = cls.runtime_type.shared(config, home)
             key = runtime, config.collection
             if key not in _engines:
@@ -84,7 +84,7 @@ class EngineInterface(ABC):
 
     @property
     @abstractmethod
-    def measures_answers(self) -> bool:
+    def needs_measurement(self) -> bool:
         """Whether a background measurement of decode implementations is due."""
 
     @property
@@ -108,7 +108,7 @@ class EngineInterface(ABC):
 
     @property
     def kv_codec(self) -> str:
-        """The encoding of new KV: a row of `kvstore.codec.CODECS`."""
+        """The encoding of new KV: a key of `kvstore.codec.CODECS`."""
         return self.runtime.codec.name
 
     @property
@@ -129,7 +129,7 @@ class EngineInterface(ABC):
     # --- chunks
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a passage."""
+        """Number of tokens of a passage."""
         return len(self.runtime.tokenizing.passage_ids(text))
 
     def check_text(self, characters: int) -> None:
@@ -157,14 +157,14 @@ class EngineInterface(ABC):
         it is interrupted, finished chunks stay. Raises StoreFullError.
         """
         if node_ids is not None and len(node_ids) != len(texts):
-            raise UsageError(f"{len(texts)} texts came with {len(node_ids)} node ids; each needs one")
+            raise UsageError(f"got {len(texts)} texts and {len(node_ids)} node ids; each text needs one")
         tokenizing = self.runtime.tokenizing
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
         before = self.runtime.canonical_prefix
         if prefix is not None:
             before = tokenizing.tokenize(Prompt([Literal(prefix)]), {}).token_ids
         for passage in ids:
-            self.runtime.check_length(len(before) + len(passage), "a passage behind its prefix")
+            self.runtime.check_length(len(before) + len(passage), "a passage with its prefix")
         keys = self._nodes.keys_of(ids, before)
         if node_ids is not None:  # first, so that `forget` finds the nodes even after an interruption
             self._nodes.enter(node_ids, ids, keys)
@@ -212,7 +212,7 @@ class EngineInterface(ABC):
         tools: shown to the model, which may call them. Raises UnsupportedModelError if it does not support tools.
         """
         if tools:
-            _ = self.call_format  # raises
+            _ = self.call_format  # raises if the model calls no tools
         return chat(self.tokenizer, messages, tools)
 
     def chat_prompt(
@@ -281,7 +281,7 @@ class EngineInterface(ABC):
         """
         chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen, session, client, deadline, cancel)
-        return self._answering(request, chosen)(on_text, cancel)
+        return self._answer_function(request, chosen)(on_text, cancel)
 
     def stream(
         self,
@@ -299,7 +299,7 @@ class EngineInterface(ABC):
         """
         chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen, session, client)
-        return Stream(self._answering(request, chosen))
+        return Stream(self._answer_function(request, chosen))
 
     def stream_staged(
         self,
@@ -338,7 +338,7 @@ class EngineInterface(ABC):
         self.runtime.close()
 
     @abstractmethod
-    def _answering(
+    def _answer_function(
         self, request: Request, options: DecodeOptions
     ) -> Callable[[OnText | None, Cancel | None], Result]:
         """A function of (on_text, cancel) that computes the answer."""

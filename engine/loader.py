@@ -26,9 +26,8 @@ READ_AHEAD_BYTES = 384 << 20  # of pinned memory that waits to be copied to the 
 QUEUED_BYTES, LEAST_QUEUED, MOST_QUEUED = 128 << 20, 2, 6
 ALIGN_BYTES = 256  # of each span's bytes in `PackedLayer`: kernels read them as any dtype, many bytes at once
 Fill = Callable[[], object]  # fills a chunk's rows in one layer
-Rotations = Sequence[
-    tuple[Span, int | Tensor]
-]  # spans whose keys must be rotated; by, as `Span.rotation` gives it
+# Spans whose keys must be rotated, each with its `Span.rotation`.
+Rotations = Sequence[tuple[Span, int | Tensor]]
 
 
 class LostChunk(Exception):
@@ -40,8 +39,8 @@ class LostChunk(Exception):
 
 
 class LayerLoader:
-    """Loader for the CPU, and base of the other: threads read the layers of all spans in order of use, and the thread
-    that computes calls `wait(layer)` before each.
+    """Loader for the CPU, and base of `StagedLoader`: threads read the layers of all spans in order of use, and the
+    thread that computes calls `wait(layer)` before each.
 
     Reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them: rotating in
     other threads would only take its cores. moves_keys: as in `Span.rotation`.
@@ -61,10 +60,12 @@ class LayerLoader:
         self._cache, self._decoder, self._transfers = cache, decoder, transfers
         self._pool, self._recorder = pool, recorder
         rotations = [(span, span.rotation(moves_keys)) for span in self._spans]
-        self._rotations = [(span, by) for span, by in rotations if isinstance(by, Tensor) or by != 0]
+        self._rotations = [
+            (span, delta) for span, delta in rotations if isinstance(delta, Tensor) or delta != 0
+        ]
         self._angles: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._reads: dict[int, list[Future[Any]]] = {}  # by layer
-        self._done: set[int] = set()  # layers that were waited for
+        self._waited_for: set[int] = set()  # layers that were waited for
         for layer in range(cache.geometry.layers):
             for span in self._spans:
                 span.source.expect(layer)
@@ -79,24 +80,24 @@ class LayerLoader:
 
     def wait(self, layer: int) -> None:
         """Wait until that layer's stored KV is in the buffers, rotated. Raises LostChunk if it cannot be read."""
-        if layer in self._done:
+        if layer in self._waited_for:
             return
-        self._done.add(layer)
+        self._waited_for.add(layer)
         with self._recorder.part("stall", layer):
             for read in self._reads[layer]:
                 read.result()
         with self._recorder.part("move", layer):
-            for span, by in self._rotations:
+            for span, delta in self._rotations:
                 keys, _ = self._cache.span(layer, span.start, span.stop)
-                rotate_(keys, *self._angles_of(span, by, layer), self._decoder.rope(layer))
+                rotate_(keys, *self._angles_of(span, delta, layer), self._decoder.rope(layer))
 
-    def _angles_of(self, span: Span, by: int | Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def _angles_of(self, span: Span, delta: int | Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """cos and sin of a span's rotation in this layer, (T, R/2) or (R/2,) with R rotated dimensions; computed once
         for all layers of one type.
         """
         kind = self._decoder.layer_types[layer]
         if (span.start, kind) not in self._angles:
-            self._angles[span.start, kind] = angles(by, self._decoder.ropes[kind])
+            self._angles[span.start, kind] = angles(delta, self._decoder.ropes[kind])
         return self._angles[span.start, kind]
 
     def pace(self) -> None:
@@ -135,7 +136,7 @@ class ReadGroup:
         self._shape, self._staging = (len(layers), layer_nbytes), staging
         self._lock, self._memory = threading.Lock(), list[Tensor]()
 
-    def of(self, layer: int) -> Tensor:
+    def memory_of(self, layer: int) -> Tensor:
         """(bytes,) uint8: the memory of one layer. Allocated for the group by the first thread that reads, because
         pinning takes long.
         """
@@ -160,14 +161,12 @@ class StagedLoader(LayerLoader):
         self._fillers, remaining = _fillers(self._spans, self._rotations, self._packed_layer, cache, decoder)
         self._rotation = _Rotation(remaining, decoder) if remaining else None
         self._tickets: list[Any] = []  # one for each layer whose copies are queued
-        self._kept_alive: list[
-            object
-        ] = []  # host memory that queued copies read, where they hold no reference to it
-        self._next = 0  # the layer after the last one that was waited for
-        self._reads = {
-            layer: [] for layer in range(cache.geometry.layers)
-        }  # a read of several: under the first
-        self._unread, self._reading = deque(self._groups()), deque[ReadGroup]()
+        # Host memory that queued copies read, on devices where they hold no reference to it.
+        self._kept_alive: list[object] = []
+        self._next_layer = 0  # the layer after the last one that was waited for
+        # A read of several layers is listed under the first.
+        self._reads = {layer: [] for layer in range(cache.geometry.layers)}
+        self._unread_groups, self._reading_groups = deque(self._groups()), deque[ReadGroup]()
         self._transfers.begin()
         self._read_ahead()
 
@@ -182,11 +181,12 @@ class StagedLoader(LayerLoader):
 
     def _read_ahead(self) -> None:
         """Queue the reads of the next groups, up to READ_AHEAD_BYTES."""
-        while self._unread:
-            group = self._unread[0]
-            if self._reading and group.nbytes + sum(each.nbytes for each in self._reading) > READ_AHEAD_BYTES:
+        while self._unread_groups:
+            group = self._unread_groups[0]
+            reading_nbytes = sum(each.nbytes for each in self._reading_groups)
+            if self._reading_groups and reading_nbytes + group.nbytes > READ_AHEAD_BYTES:
                 return
-            self._reading.append(self._unread.popleft())
+            self._reading_groups.append(self._unread_groups.popleft())
             for number, span in enumerate(self._spans):
                 if span.source.in_memory:
                     continue
@@ -196,39 +196,39 @@ class StagedLoader(LayerLoader):
                     self._reads[run.start].append(self._pool.submit(self._read_run, number, span, run, group))
 
     def wait(self, layer: int) -> None:
-        if layer in self._done:
+        if layer in self._waited_for:
             return
-        self._done.add(layer)
-        self._next = layer + 1
+        self._waited_for.add(layer)
+        self._next_layer = layer + 1
         with self._recorder.part("stall", layer, stream="device"):
             while len(self._tickets) <= layer:
-                self._queue()
+                self._queue_copies()
             self._transfers.wait_for(self._tickets[layer])
 
     def pace(self) -> None:
         super().pace()
         ahead = min(max(QUEUED_BYTES // max(self._packed_layer.nbytes, 1), LEAST_QUEUED), MOST_QUEUED)
-        while len(self._tickets) < min(self._next + ahead, self._cache.geometry.layers):
+        while len(self._tickets) < min(self._next_layer + ahead, self._cache.geometry.layers):
             if not all(read.done() for read in self._reads[len(self._tickets)]):
                 return
-            self._queue()
+            self._queue_copies()
 
-    def _queue(self) -> None:
+    def _queue_copies(self) -> None:
         """Queue the copies of the next layer, once its reads have ended."""
-        layer, group = len(self._tickets), self._reading[0]
+        layer, group = len(self._tickets), self._reading_groups[0]
         fills = [fill for read in self._reads[layer] if (fill := read.result()) is not None]
         for number, span in enumerate(self._spans):
             if span.source.in_memory and number not in self._packed_layer.slices:
                 fills.append(
                     partial(span.source.read_layer, layer, *self._cache.span(layer, span.start, span.stop))
                 )
-        read = group.of(layer) if group.nbytes else None
+        read = group.memory_of(layer) if group.nbytes else None
         self._tickets.append(self._transfers.deliver(partial(self._copy_layer, layer, read, fills)))
         self._reads[layer] = []
         if not self._transfers.keeps_sources:
             self._kept_alive.append((read, fills))
         if layer == group.layers[-1]:
-            self._reading.popleft()
+            self._reading_groups.popleft()
             self._read_ahead()
 
     def finish(self) -> None:
@@ -254,14 +254,14 @@ class StagedLoader(LayerLoader):
             try:
                 if number not in self._packed_layer.slices:
                     return self._read_part(span, layers.start)
-                packed = [group.of(layer)[self._packed_layer.slices[number]] for layer in layers]
+                packed = [group.memory_of(layer)[self._packed_layer.slices[number]] for layer in layers]
                 span.source.read_packed_layers(layers.start, packed)
             except (CorruptBlobError, RemoteError) as error:
                 raise LostChunk(span, error) from error
         return None
 
     def _read_part(self, span: Span, layer: int) -> Fill:
-        """Read a layer of a `Part`, whose tokens are no run of bytes in the file, into memory of its own."""
+        """Read a layer of a `Part`, whose tokens are not contiguous in the file, into memory of its own."""
         keys, values = self._cache.span(layer, span.start, span.stop)
         staging, reader = self._transfers.staging, span.source
         host_keys, host_values = staging(keys), staging(values)
@@ -271,7 +271,7 @@ class StagedLoader(LayerLoader):
 
 
 class PackedLayer:
-    """Device memory for the packed bytes of one layer of all spans, those in files first: one copy brings them.
+    """Device memory for the packed bytes of one layer of all spans. Spans in files come first: one copy fills them all.
 
     A `Part` and a `HeldChunk` have no packed bytes. slices: where each span's bytes are, by the span's number.
     file_nbytes: size of the spans in files; nbytes: of all.
@@ -288,9 +288,9 @@ class PackedLayer:
             if not span.source.in_memory:
                 self.file_nbytes = self.nbytes
         self.bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._in_memory = [(span.source, self.of(n)) for n, span in packed if span.source.in_memory]
+        self._in_memory = [(span.source, self.bytes_of(n)) for n, span in packed if span.source.in_memory]
 
-    def of(self, number: int) -> Tensor:
+    def bytes_of(self, number: int) -> Tensor:
         """(bytes,) uint8 of that span."""
         return self.bytes[self.slices[number]]
 
@@ -307,7 +307,7 @@ class _UnpackFiller:
 
     def __init__(self, spans: Mapping[int, Span], packed: PackedLayer, cache: FusedCache) -> None:
         self._cache = cache
-        self._packed = [(span, packed.of(number)) for number, span in spans.items()]
+        self._packed = [(span, packed.bytes_of(number)) for number, span in spans.items()]
 
     def fill(self, layer: int) -> None:
         for span, packed in self._packed:
@@ -323,7 +323,7 @@ class _RawFiller:
     def __init__(self, spans: Mapping[int, Span], packed: PackedLayer, cache: FusedCache) -> None:
         self._cache, g = cache, cache.geometry
         shape = (2, g.kv_heads, -1, g.key_size)
-        self._parts = [packed.of(number).view(g.torch_dtype).view(shape) for number in spans]
+        self._parts = [packed.bytes_of(number).view(g.torch_dtype).view(shape) for number in spans]
         self._joined = torch.cat(self._parts, dim=2)  # (2, H, rows, D)
         rows = [torch.arange(span.start, span.stop) for span in spans.values()]
         self._rows = torch.cat(rows).to(packed.bytes.device)
@@ -355,14 +355,15 @@ class _KernelFiller:
         deltas = [torch.zeros(1)]  # one at least: without angles another kernel would be compiled
         for number, span in spans.items():
             delta, first = torch.as_tensor(rotations.get(number, ())).float().flatten(), sum(map(len, deltas))
-            # In deltas; -1: none.
-            places = first + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
-            rows.append((packed.slices[number].start, span.start, places.expand(span.length)))
+            # Each token's row in deltas; -1: not rotated.
+            angle_rows = first + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
+            rows.append((packed.slices[number].start, span.start, angle_rows.expand(span.length)))
             deltas.append(delta)
         (codec,) = {span.source.codec.name for span in spans.values()}
-        self._cache, self._decoder, by = cache, decoder, torch.cat(deltas).to(decoder.device)
+        self._cache, self._decoder = cache, decoder
+        all_deltas = torch.cat(deltas).to(decoder.device)
         self._table = RowTable(packed.bytes, rows, cache.geometry, codec)
-        self._angles = {kind: angles(by, inv_freq) for kind, inv_freq in decoder.ropes.items()}
+        self._angles = {kind: angles(all_deltas, inv_freq) for kind, inv_freq in decoder.ropes.items()}
 
     def fill(self, layer: int) -> None:
         held, by = self._cache.fused[layer], self._angles[self._decoder.layer_types[layer]]
@@ -375,23 +376,25 @@ Filler = _UnpackFiller | _RawFiller | _KernelFiller  # fill(layer): copies packe
 def _fillers(
     spans: Sequence[Span], rotations: Rotations, packed: PackedLayer, cache: FusedCache, decoder: Decoder
 ) -> tuple[list[Filler], Rotations]:
-    """A filler for the spans of each codec; and the rotations that no filler does."""
+    """A filler for the spans of each codec, and the rotations that remain to be done after it."""
     g, fillers = cache.geometry, list[Filler]()
     by_codec: dict[Codec, dict[int, Span]] = {}
     for number in packed.slices:
         by_codec.setdefault(spans[number].source.codec, {})[number] = spans[number]
-    remaining = {span.start: by for span, by in rotations}
-    for codec, some in by_codec.items():
+    remaining = {span.start: delta for span, delta in rotations}
+    for codec, codec_spans in by_codec.items():
         if decoder.has_kernels("placement", codec.name):
-            own = {
-                number: remaining.pop(span.start) for number, span in some.items() if span.start in remaining
+            deltas = {
+                number: remaining.pop(span.start)
+                for number, span in codec_spans.items()
+                if span.start in remaining
             }
-            fillers.append(_KernelFiller(some, packed, cache, decoder, own))
+            fillers.append(_KernelFiller(codec_spans, packed, cache, decoder, deltas))
         elif codec is RAW and g.key_size == g.value_size:
-            fillers.append(_RawFiller(some, packed, cache))
+            fillers.append(_RawFiller(codec_spans, packed, cache))
         else:
-            fillers.append(_UnpackFiller(some, packed, cache))
-    return fillers, [(span, by) for span, by in rotations if span.start in remaining]
+            fillers.append(_UnpackFiller(codec_spans, packed, cache))
+    return fillers, [(span, delta) for span, delta in rotations if span.start in remaining]
 
 
 class _Rotation:
@@ -400,7 +403,7 @@ class _Rotation:
     def __init__(self, rotations: Rotations, decoder: Decoder) -> None:
         self._decoder = decoder
         rows = torch.cat([torch.arange(span.start, span.stop) for span, _ in rotations])
-        deltas = torch.cat([torch.as_tensor(by).float().expand(span.length) for span, by in rotations])
+        deltas = torch.cat([torch.as_tensor(delta).float().expand(span.length) for span, delta in rotations])
         self._rows, deltas = rows.to(decoder.device), deltas.to(decoder.device)
         self._angles = {kind: angles(deltas, inv_freq) for kind, inv_freq in decoder.ropes.items()}
 

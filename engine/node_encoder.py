@@ -1,4 +1,4 @@
-"""Encodes nodes with the model loaded in this process: at once, in the background, or one after the other."""
+"""Encodes nodes with the model loaded in this process: immediately, in the background, or between requests."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class LocalNodeEncoder(NodeEncoder):
     ) -> int:
         if self.copy_from_shared(key, passage, encoder.prefix, node_id):
             return 0
-        chunk = self._retrying(lambda: self._encode_in_turn(encoder, passage))
+        chunk = self._encode_with_retry(lambda: self._encode_in_turn(encoder, passage))
         self.store(key, chunk, node_id)
         return len(passage)
 
@@ -45,7 +45,7 @@ class LocalNodeEncoder(NodeEncoder):
         with ThreadPoolExecutor(1, "ragblend-write") as writer:
             try:
                 for node_id in node_ids:
-                    # Before the last one is written, which holds the store's lock.
+                    # Before the last chunk is written, because writing holds the store's lock.
                     node = self._unencoded(node_id, computed[0].nbytes if computed is not None else 0)
                     if node is None or (computed is not None and node.key == computed[0].key):
                         if computed is not None:
@@ -58,7 +58,9 @@ class LocalNodeEncoder(NodeEncoder):
                     if computed is not None:
                         writing, computed = writer.submit(self._write, *computed), None
                     due = time.monotonic() + PATIENCE_S
-                    chunk = self._retrying(partial(self._encode_in_pause, encoder, node.passage, cancel, due))
+                    chunk = self._encode_with_retry(
+                        partial(self._encode_when_idle, encoder, node.passage, cancel, due)
+                    )
                     if writing is not None:
                         yield writing.result()
                     writing, computed = None, (node, chunk)
@@ -88,7 +90,7 @@ class LocalNodeEncoder(NodeEncoder):
             if is_wanted and not self.copy_from_shared(key, passage, prefix, chunk.node_id):
                 encoder = _PrefixedEncoder(runtime, prefix, loads_model=False)
                 is_closed = CallbackCancel(lambda: runtime.loaded_now is None)
-                self.store(key, self._encode_in_pause(encoder, passage, is_closed, due), chunk.node_id)
+                self.store(key, self._encode_when_idle(encoder, passage, is_closed, due), chunk.node_id)
         except Cancelled:
             pass
         except StoreFullError as error:  # the next question tries again
@@ -104,11 +106,11 @@ class LocalNodeEncoder(NodeEncoder):
             collection = chunk.collection or self._collection
             runtime.store.read_ahead(runtime.key_of(prefix, chunk.token_ids or (), collection))
 
-    def _retrying(self, encode: Callable[[], ChunkKV]) -> ChunkKV:
+    def _encode_with_retry(self, encode: Callable[[], ChunkKV]) -> ChunkKV:
         """If the device fails, retry once with a reloaded model. Raises DeviceError."""
         return retry_after_device_failure(self._runtime, lambda *_: encode())
 
-    def _encode_in_pause(
+    def _encode_when_idle(
         self, encoder: "_PrefixedEncoder", passage: TokenIds, cancel: Cancel | None, due: float
     ) -> ChunkKV:
         """Encode a passage while no request needs the device; after `due`, as an ordinary request."""
@@ -151,7 +153,7 @@ class _PrefixedEncoder:
             raise Cancelled("the model was closed")
         decoder = self._runtime.decoder  # may load the model, which takes long
         turn.between_layers()  # from here on the watchdog detects a hang
-        if self._encoder is None or not self._encoder.is_of(decoder):
+        if self._encoder is None or not self._encoder.uses(decoder):
             self._encoder = ChunkEncoder(decoder, self.prefix)
 
         def is_cancelled() -> bool:

@@ -24,8 +24,8 @@ from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.remote import Wanted
 
-BATCH = 200  # nodes that are handled while the store's lock is held
-PAUSE_S = 0.001  # between two batches, so that a waiting thread gets the lock
+BATCH_NODES = 200  # nodes that are handled while the store's lock is held
+BATCH_PAUSE_S = 0.001  # between two batches, so that a waiting thread gets the lock
 log = logging.getLogger("ragblend")
 TokenIds = tuple[int, ...]
 Progress = Callable[[int, int], None]  # called with the passages done, and their number
@@ -68,8 +68,8 @@ class NodeEncoder(ABC):
     def enter_named(self, chunks: Sequence[Chunk]) -> None:
         """Enter the nodes that a prompt names beside their passages, if they are new or had other passages.
 
-        Before the prompt is computed: entered after it, a node that was deleted or replaced meanwhile came back. A disk
-        that fails is logged, because the question can be answered.
+        Call it before the prompt is computed: entered later, a node that was deleted or replaced meanwhile would come
+        back. A failing disk is only logged, because the question can still be answered.
         """
         runtime, new = self._runtime, dict[str, dict[str, TokenIds]]()
         try:
@@ -155,29 +155,29 @@ class NodeEncoder(ABC):
         Deletes in batches, so that requests are not blocked. After a kill the next call deletes the rest, except KV
         that has a node again.
         """
-        runtime, freed, after = self._runtime, 0, ""
+        runtime, freed, last_digest = self._runtime, 0, ""
         failed: StoreError | None = None
         while True:
             with runtime.store_lock:
                 store, nodes = runtime.store, runtime.nodes
-                waiting = nodes.outbox(BATCH, after=after)
-                if not waiting:
+                orphaned = nodes.outbox(BATCH_NODES, after=last_digest)
+                if not orphaned:
                     break
-                after = max(key.digest for key in waiting)
+                last_digest = max(key.digest for key in orphaned)
                 try:
-                    freed += store.delete(waiting, partial(_still_orphaned, nodes, waiting))
-                    nodes.remove_from_outbox(waiting, also_shared=store.shared_at is not None)
+                    freed += store.delete(orphaned, partial(_orphaned_keys, nodes, orphaned))
+                    nodes.remove_from_outbox(orphaned, also_shared=store.shared_at is not None)
                 except StoreError as error:  # a file that cannot be removed must not stop the others
                     failed = failed or error
-            time.sleep(PAUSE_S)
+            time.sleep(BATCH_PAUSE_S)
         self._delete_shared()
         if failed is not None:
             raise failed
         return freed
 
     def _delete_shared(self) -> None:
-        """Delete from the shared store KV that was deleted here, of any collection; if it cannot be reached, when it
-        answers again.
+        """Delete from the shared store the KV that was deleted here, of any collection. If that store cannot be
+        reached, the deletion is repeated when it answers again.
         """
         runtime = self._runtime
         with runtime.store_lock:
@@ -194,11 +194,12 @@ class NodeEncoder(ABC):
             store.delete_shared(tuple(waiting))
         except RemoteError as error:
             log.warning(
-                "%s. The KV of %d deleted passages may still be there, until it answers again, the next deletion, or "
-                "`ragblend store gc`; at most for its time-to-live.", error, len(waiting),
+                "%s. The KV of %d deleted passages may still be there. It is deleted when the shared store answers "
+                "again, at the next deletion, or by `ragblend store gc`, and expires after its time-to-live.",
+                error, len(waiting),
             )  # fmt: skip
-            again = partial(runtime.background.add, self._delete_shared, priority=Priority.STORE)
-            store.remote.call_when_available(again, NodeEncoder._delete_shared)
+            retry = partial(runtime.background.add, self._delete_shared, priority=Priority.STORE)
+            store.remote.call_when_available(retry, NodeEncoder._delete_shared)
         else:
             with runtime.store_lock:
                 runtime.nodes.remove_from_outbox(waiting)
@@ -217,9 +218,9 @@ class NodeEncoder(ABC):
         prefix, scope = runtime.canonical_prefix, self._scope
         with runtime.store_lock:
             requests, room_bytes = runtime.store.unstored_request_counts(), max(0, runtime.store.room_bytes)
-        for begin in range(0, len(node_ids), BATCH):
+        for begin in range(0, len(node_ids), BATCH_NODES):
             with runtime.store_lock:
-                for node_id in node_ids[begin : begin + BATCH]:
+                for node_id in node_ids[begin : begin + BATCH_NODES]:
                     passage = runtime.nodes.get(scope, node_id) or ()
                     if not passage or not runtime.fits_window(len(prefix) + len(passage)):
                         left_out += 1
@@ -228,7 +229,7 @@ class NodeEncoder(ABC):
                     if not runtime.store.contains(key):
                         found.append((-requests.get(key.digest, 0.0), node_id))
                         sizes[key.digest] = len(passage)
-            time.sleep(PAUSE_S)
+            time.sleep(BATCH_PAUSE_S)
         found.sort(key=lambda each: each[0])  # a stable sort: nodes without requests stay in order
         nbytes = sum(file_nbytes(geometry, tokens, runtime.codec) for tokens in sizes.values())
         names = tuple(node_id for _, node_id in found)
@@ -261,7 +262,7 @@ class NodeEncoder(ABC):
     def store(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
         """Store KV, unless its node was deleted while it was computed; returns whether it was stored.
 
-        Call it when the device is free for others, so that deletions do not wait for the device.
+        Call it outside of a device turn, so that deletions do not wait for the device.
         """
         runtime = self._runtime
 
@@ -318,7 +319,7 @@ class NodeEncoder(ABC):
         with runtime.store_lock:
             passage = runtime.nodes.get(self._scope, node_id) or ()
             room_bytes = runtime.store.room_bytes - reserved_bytes
-        runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
+        runtime.check_length(len(prefix) + len(passage), "a passage with its prefix")
         key = self._key_of(passage, prefix)
         if key is None or not self.claim(node_id, passage, key) or self._is_stored(key):
             return None
@@ -365,6 +366,6 @@ class NodeEncoder(ABC):
         """
 
 
-def _still_orphaned(nodes: NodeIndex, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-    """Those of the keys that no node refers to yet."""
+def _orphaned_keys(nodes: NodeIndex, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+    """The keys among these that no node refers to now."""
     return nodes.outbox().keys() & set(keys)

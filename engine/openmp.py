@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-SPINS = "4000"  # of GNU OpenMP, which torch brings on Linux
-LOOKS, LOOK_S = 8, 0.005  # at the number of running threads
+SPIN_COUNT = "4000"  # for GNU OpenMP, which torch brings on Linux
+SAMPLES, SAMPLE_INTERVAL_S = 8, 0.005  # of the number of running threads
 
 
 def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
@@ -23,24 +23,25 @@ def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     if _has_idle_core_per_thread(load):
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _has_idle_core_per_thread(load: Path) -> bool:
-    """Whether as many cores are idle as torch uses threads, at any of some moments.
+    """Whether as many cores are idle as torch uses threads, in at least one of several samples.
 
-    A shell that starts the next program of a pipe is not a busy one: by a single look answers took three times as long.
+    A shell that starts the next program of a pipe is busy only for a moment: with a single sample, answers took three
+    times as long.
     """
     import psutil  # type: ignore[import-untyped]
 
     try:
         cores = len(psutil.Process().cpu_affinity())
         threads = int(os.environ.get("OMP_NUM_THREADS") or psutil.cpu_count(logical=False) or cores)
-        for _ in range(LOOKS):
+        for _ in range(SAMPLES):
             running = int(load.read_text("ascii").split()[3].partition("/")[0])
             if running - 1 + min(threads, cores) <= cores:
                 return True
-            time.sleep(LOOK_S)
+            time.sleep(SAMPLE_INTERVAL_S)
     except (OSError, ValueError, IndexError, AttributeError):
         pass
     return False

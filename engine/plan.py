@@ -16,16 +16,14 @@ class TokenKind(IntEnum):
 
     FRESH = 0  # part of a literal: always computed
     MISSING = 1  # part of a chunk without stored KV: computed in the prompt
-    NOT_LOADED = (
-        2  # part of a chunk whose stored KV takes longer to load than to compute: computed in the prompt
-    )
+    NOT_LOADED = 2  # part of a chunk whose stored KV would take longer to load: computed in the prompt
     EXACT = 3  # stored, and computed after the same tokens as in this prompt: nothing to correct
     REUSABLE = 4  # stored, and computed after other tokens: may be recomputed
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of the prompt's tokens that has, or could have, stored KV: a chunk, or what a session holds.
+    """A run of the prompt's tokens that has, or could have, stored KV: a chunk, or a beginning that a session holds.
 
     start, length: in tokens. stored: its KV, None if it is computed. exact: the KV was computed after the same tokens
     as in this prompt. held: the beginning of the prompt, whose KV a session holds in memory. not_loaded: `stored` is
@@ -120,7 +118,7 @@ class Plan:
     def settled_rows(self, probe_rows: Tensor) -> int:
         """How many of a probe's rows (R,) need not be computed again after it: those of the settled tokens.
 
-        0 if the probe leaves out one of the settled tokens that are computed: then the others lacked its KV.
+        0 if the probe leaves out a settled token that must be computed, because the others then lack its KV.
         """
         found = int((probe_rows < self.settled_tokens).sum())
         return found if found == int(self.always[: self.settled_tokens].sum()) else 0

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
-from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide, values_to_compute
-from ragblend.engine.fusion import Fusion, Spent, fusing
+from ragblend.engine.controller import Decision, DeviceProfile, Workload, chunks_to_compute, decide
+from ragblend.engine.fusion import ComputeCost, Fusion, fusing
 from ragblend.engine.loader import LostChunk
 from ragblend.engine.nodes import TokenIds
 from ragblend.engine.plan import Plan, Span, TokenKind, make_plan
@@ -46,33 +46,35 @@ def prefill(
     """
     refusal = runtime.refusal(len(request.prompt.token_ids))
     if refusal is not None:
-        return _unfused(runtime, request, refusal, turn, answering)
+        return _prefill_unfused(runtime, request, refusal, turn, answering)
     begun = time.perf_counter()
     recorder = Recorder(runtime.transfers, begun)
-    request, warning = _supported(runtime, request)
+    request, warning = _with_supported_policy(runtime, request)
     fusion: Fusion | None = None
     with ExitStack() as readers:
         with recorder.part("lookup"):
-            shared = _shared(runtime, request, readers)
-            plan, decision = _decided(runtime, request, _find(runtime, request, readers, shared))
+            shared = _open_shared(runtime, request, readers)
+            plan, decision = _plan_and_decide(
+                runtime, request, _find_spans(runtime, request, readers, shared)
+            )
         while True:
             try:
-                given = plan, request.policy, runtime.transfers, runtime.readers, recorder
+                given = plan, request.policy, runtime.transfers, runtime.loader_threads, recorder
                 with fusing(runtime.decoder, *given, request.room_tokens, turn) as fusion:
-                    logits, spent = fusion.prefill()
+                    logits, cost = fusion.prefill()
                 break
             except LostChunk as lost:  # treat it as missing and start again
-                log.warning("%s; it is computed in place", without_traceback(lost))
+                log.warning("%s; these tokens are computed instead", without_traceback(lost))
                 fusion = None  # frees its cache before the next one is allocated
                 others = [span for span in plan.spans if span.stored is not None and span.stored.is_lost]
                 plan = plan.without([lost.span, *others])  # each would start the request again
         arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
     runtime.transfers.synchronize()
     prefill_ms = (time.perf_counter() - begun) * 1e3
-    report = _report(request, plan, decision, spent, recorder.finish(), prefill_ms, warning)
-    _learn(runtime, report)
-    # A session's context was fused before.
-    is_approximate = spent.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
+    report = _report(request, plan, decision, cost, recorder.finish(), prefill_ms, warning)
+    _correct_speeds(runtime, report)
+    # A session's context was fused by earlier requests.
+    is_approximate = cost.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
     sure = request.policy.sure if is_approximate else 0.0
     path = path_of(runtime, request.prompt, request.collection) if request.policy.exact else []
     # Exact KV, which may enter the knowledge tree.
@@ -84,30 +86,30 @@ def prefill(
     return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, prefill_other)
 
 
-def _learn(runtime: Runtime, report: Report) -> None:
-    """Correct the controller by what this request took."""
+def _correct_speeds(runtime: Runtime, report: Report) -> None:
+    """Correct the controller's speeds by what this request took."""
     decision, trace = report.decision, report.trace
     assert decision is not None and trace is not None, "it was fused"
-    if len(decision.bytes_by_tier) == 1:  # else nobody knows which tier took how long
+    if len(decision.bytes_by_tier) == 1:  # the times of several tiers cannot be told apart
         ((tier, nbytes),) = decision.bytes_by_tier.items()
-        runtime.speeds.loaded(tier, nbytes, trace.busy_ms("load", "copy"))
+        runtime.speeds.record_load(tier, nbytes, trace.busy_ms("load", "copy"))
     predicted, load = decision.predicted_ttft_ms, decision.predicted_load_ms
     if predicted is not None and load is not None and load < predicted / 2:  # mostly computed
-        runtime.speeds.computed(predicted, report.timings.prefill_ms)
+        runtime.speeds.record_compute(predicted, report.timings.prefill_ms)
 
 
-def _supported(runtime: Runtime, request: Request) -> tuple[Request, str | None]:
+def _with_supported_policy(runtime: Runtime, request: Request) -> tuple[Request, str | None]:
     """The request with a policy that works for this model, and a warning if it is another one."""
     name = request.policy.name
     if not request.policy.needs_attention or runtime.decoder.shows_attention:
         return request, None
     return replace(request, policy=ATTENTION_FREE), (
-        f"{name} collects attention, which this model's layers do not show; "
-        f"the prompt is served by {ATTENTION_FREE.name}: chunks' first tokens and an even sample, the rest shifted"
+        f"{name} needs attention weights, which cannot be collected from this model; the prompt is served by "
+        f"{ATTENTION_FREE.name}, which recomputes chunks' first tokens and an even sample, and corrects the others"
     )
 
 
-def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> SharedReaders:
+def _open_shared(runtime: Runtime, request: Request, readers: ExitStack) -> SharedReaders:
     """Readers of the shared store for chunks that are not stored here, all requested at once."""
     store, geometry = runtime.store, runtime.decoder.geometry
     if store.remote is None or request.policy.exact or request.policy.name == "full":
@@ -125,7 +127,9 @@ def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> SharedRea
     return found
 
 
-def _find(runtime: Runtime, request: Request, readers: ExitStack, shared: SharedReaders) -> tuple[Span, ...]:
+def _find_spans(
+    runtime: Runtime, request: Request, readers: ExitStack, shared: SharedReaders
+) -> tuple[Span, ...]:
     """Spans of the prompt, their KV opened: the beginning held by the session or the knowledge tree, then chunks."""
     prompt, policy, spans, begin = request.prompt, request.policy, list[Span](), 0
     if request.used_session is not None:
@@ -159,7 +163,7 @@ def _chunk_span(
 ) -> Span:
     """The span of a chunk. It is exact if it was encoded after the same tokens as now, and no codec rounded it."""
     prompt, tokens = request.prompt, len(chunk.token_ids or ())
-    reader, prefix = _open(runtime, prompt.prefix_ids, chunk, request.collection_of(chunk), shared)
+    reader, prefix = _open_chunk(runtime, prompt.prefix_ids, chunk, request.collection_of(chunk), shared)
     if reader is None:
         return Span(offset, tokens, None)
     exact = reader.is_exact and prefix + chunk.encoded_ids[: chunk.skipped] == prompt.token_ids[:offset]
@@ -169,7 +173,7 @@ def _chunk_span(
     return Span(offset, tokens, reader, exact)
 
 
-def _open(
+def _open_chunk(
     runtime: Runtime, prefix: TokenIds, chunk: Chunk, collection: str, shared: SharedReaders
 ) -> tuple[Source | None, TokenIds]:
     """The chunk's KV, and the prefix it was encoded after: this prompt's or the canonical one; here or shared."""
@@ -187,29 +191,29 @@ def _open(
     return reader or shared.get(canonical_key), canonical
 
 
-def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
+def _plan_and_decide(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
     """The plan, with the requested ratio or the controller's."""
     decoder, policy = runtime.decoder, request.policy
     figures, layers = runtime.tokenizing.figure_rows(request.prompt), decoder.geometry.layers
     # On the host: the controller asks for many numbers, and each would wait for the device.
     ids = torch.tensor(request.prompt.token_ids)
     plan = make_plan(ids, spans, layers, 0.0, decoder.attention_share, request.seed, figures)
-    asked = request.ratio if policy.fixed_ratio is None else policy.fixed_ratio
-    profile, remote = runtime.speeds.applied(runtime.profile), runtime.store.remote
+    requested = request.ratio if policy.fixed_ratio is None else policy.fixed_ratio
+    profile, remote = runtime.speeds.corrected(runtime.profile), runtime.store.remote
     if profile is not None and remote is not None and (rate := remote.bytes_per_s) is not None:
-        profile = profile.beside({remote.name: rate})
-    ratio = DEFAULT_RATIO if asked is None else asked
-    plan = _loading_what_pays(plan, policy, ratio, profile if runtime.load == "auto" else None, remote)
-    decision = decide(profile, _work(policy, plan), asked, DEFAULT_RATIO)
+        profile = profile.with_speeds({remote.name: rate})
+    ratio = DEFAULT_RATIO if requested is None else requested
+    plan = _without_slow_loads(plan, policy, ratio, profile if runtime.load == "auto" else None, remote)
+    decision = decide(profile, _workload(policy, plan), requested, DEFAULT_RATIO)
     if plan.not_loaded_tokens:
-        told = f"computing {plan.not_loaded_tokens} tokens of stored passages is faster than loading them"
-        decision = replace(decision, not_loaded=told)
+        reason = f"computing {plan.not_loaded_tokens} tokens of stored passages is faster than loading them"
+        decision = replace(decision, not_loaded=reason)
     # A session's stored tokens must not increase the recomputed share of new chunks.
     budgeted = plan.stored_tokens if policy.fixed_ratio is not None else plan.stored_tokens - plan.held_tokens
     return replace(plan, budget=round(decision.ratio * budgeted)).to(decoder.device), decision
 
 
-def _work(policy: Policy, plan: Plan) -> Workload:
+def _workload(policy: Policy, plan: Plan) -> Workload:
     """The controller's view of the plan: stored KV to load, and the rows to compute at a ratio."""
     loaded = Counter[str]()
     for span in policy.spans(plan):
@@ -219,17 +223,17 @@ def _work(policy: Policy, plan: Plan) -> Workload:
     )
 
 
-def _loading_what_pays(
+def _without_slow_loads(
     plan: Plan, policy: Policy, ratio: float, profile: DeviceProfile | None, remote: Remote | None
 ) -> Plan:
-    """The plan without the stored KV that would take longer to load than to compute; without a profile, only without
-    what would not arrive from the shared store before its timeout.
+    """The plan without the stored KV that would take longer to load than to compute. Without a profile, only KV is left
+    out that would not come from the shared store before its timeout.
 
-    Passages are given up from the slowest tier on, and from the front of the prompt, where computing them is exact.
-    One of the shared store then counts as missing, so that it is encoded here.
+    The first to be computed instead are chunks of the slowest tier, and among them those at the front of the prompt,
+    where computing is exact. Chunks from the shared store then count as missing, so that they are encoded here.
     """
     spans = [span for span in policy.spans(plan) if not span.held]
-    late = _late(spans, remote) if remote is not None else []
+    late = _late_spans(spans, remote) if remote is not None else []
     order = [span for span in spans if span not in late]
     if profile is not None:
         speeds = {span.start: profile.tier(span.source.comes_from).bytes_per_s for span in order}
@@ -245,14 +249,14 @@ def _loading_what_pays(
 
     count = least
     if profile is not None and order:
-        count = values_to_compute(
-            profile, lambda count: _work(policy, without(count)), ratio, least, len(order)
+        count = chunks_to_compute(
+            profile, lambda count: _workload(policy, without(count)), ratio, least, len(order)
         )
     return without(count)
 
 
-def _late(spans: Sequence[Span], remote: Remote) -> list[Span]:
-    """Those of the shared store that would not arrive before its timeout at the last measured throughput."""
+def _late_spans(spans: Sequence[Span], remote: Remote) -> list[Span]:
+    """The spans whose KV would not come from the shared store before its timeout, at the last measured throughput."""
     nbytes, late = 0, list[Span]()
     for span in spans:
         its_bytes = held_nbytes(span.source) if span.source.tier == Remote.name else 0
@@ -263,7 +267,7 @@ def _late(spans: Sequence[Span], remote: Remote) -> list[Span]:
     return late
 
 
-def _unfused(
+def _prefill_unfused(
     runtime: Runtime, request: Request, warning: str, turn: DeviceTurn | None, answering: bool
 ) -> Prefilled:
     """Full prefill of a model that cannot be fused. Its cache is dropped, because not every kind can be truncated to
@@ -290,7 +294,7 @@ def _report(
     request: Request,
     plan: Plan,
     decision: Decision,
-    spent: Spent,
+    cost: ComputeCost,
     trace: Trace,
     prefill_ms: float,
     warning: str | None,
@@ -298,12 +302,12 @@ def _report(
     """The report. Fresh tokens' rows that are computed twice because of a probe count as recomputed."""
     found = [span.stored is not None or span.not_loaded for span in plan.spans if not span.held]
     recomputed = (
-        spent.stored_layer_rows + spent.again_layer_rows
+        cost.stored_layer_rows + cost.repeated_layer_rows
     ) / plan.layers  # rows, averaged over layers
     counts = TokenCounts(
         prompt=plan.tokens,
-        reused=plan.stored_tokens - spent.recomputed,
-        recomputed=spent.recomputed,
+        reused=plan.stored_tokens - cost.recomputed,
+        recomputed=cost.recomputed,
         fresh=plan.always_tokens - plan.missing_tokens - plan.not_loaded_tokens,
         missing=plan.missing_tokens,
         not_loaded=plan.not_loaded_tokens,
@@ -321,9 +325,9 @@ def _report(
         warning=warning,
         decision=decision,
         trace=trace,
-        probe_rows=spent.probe_rows,
-        computed_fraction=spent.layer_rows / (plan.layers * plan.tokens),
-        served=_served(plan, spent),
+        probe_rows=cost.probe_rows,
+        computed_fraction=cost.layer_rows / (plan.layers * plan.tokens),
+        served=_served_letters(plan, cost),
     )
 
 
@@ -331,12 +335,12 @@ def _share(recomputed: float, stored_tokens: int) -> float:
     return round(recomputed / stored_tokens, 6) if stored_tokens else 0.0
 
 
-def _served(plan: Plan, spent: Spent) -> str:
+def _served_letters(plan: Plan, cost: ComputeCost) -> str:
     """How each token was served, as one letter each."""
     kinds = plan.kinds.cpu()
     letters = torch.full(kinds.shape, ord("r"), dtype=torch.uint8)
-    if spent.rows is not None:
-        letters[spent.rows.cpu()] = ord("c")
+    if cost.rows is not None:
+        letters[cost.rows.cpu()] = ord("c")
     letters[kinds == TokenKind.FRESH] = ord("f")
     letters[kinds == TokenKind.MISSING] = ord("m")
     letters[kinds == TokenKind.NOT_LOADED] = ord("n")

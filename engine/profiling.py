@@ -36,23 +36,23 @@ from ragblend.kvstore.memory import held_copy
 from ragblend.kvstore.policy import PrefillProfile
 from ragblend.kvstore.store import KVStore
 
-CACHED = (0, 512, 2048, 4096)
+CACHED_TOKENS = (0, 512, 2048, 4096)
 # At 256 rows linear layers change the order of their weights (packing.MAX_PACKED_ROWS): there is a point after it too.
-NEW = (16, 64, 256, 320, 512, BLOCK_ROWS)
-MANY_NEW = 4 * BLOCK_ROWS  # an accelerator needs as many rows to be busy
-# What is measured in the background, in a few seconds: (cached, new) without and with an accelerator.
-QUICK = ((0, 1024), (16, 128, 512)), ((0, 4096), (16, 256, BLOCK_ROWS, MANY_NEW))
+NEW_TOKENS = (16, 64, 256, 320, 512, BLOCK_ROWS)
+MANY_NEW_TOKENS = 4 * BLOCK_ROWS  # an accelerator needs so many rows to be busy
+# Measured in the background, in a few seconds: (cached, new) tokens without, then with an accelerator.
+QUICK_GRIDS = ((0, 1024), (16, 128, 512)), ((0, 4096), (16, 256, BLOCK_ROWS, MANY_NEW_TOKENS))
 REPEATS = 7
-ENOUGH_MS = 1000.0  # after this, measurements are not repeated
+REPEAT_UNTIL_MS = 1000.0  # a measurement is not repeated after this total time
 CHUNK_TOKENS = 512
 CHUNKS = 4  # read at once, because a single one would not occupy all threads
 PROFILE_FOLDER = "profile-"
 MOVED_TOKENS = 8  # so that keys are rotated, as they nearly always are
-Opened = Callable[[int], AbstractContextManager[Source]]
+OpenChunk = Callable[[int], AbstractContextManager[Source]]
 
 
 @dataclass(frozen=True)
-class Spread(Policy):
+class EvenlySpread(Policy):
     """A policy that computes a given number of rows, evenly spread, the last one included."""
 
     count: int = 0
@@ -60,9 +60,9 @@ class Spread(Policy):
     measures_time_only: ClassVar[bool] = True
 
     def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
-        places = torch.linspace(0, plan.tokens - 1, self.count, dtype=torch.float64)
-        places[-1] = plan.tokens - 1
-        return places.round().long().to(plan.token_ids.device)
+        positions = torch.linspace(0, plan.tokens - 1, self.count, dtype=torch.float64)
+        positions[-1] = plan.tokens - 1
+        return positions.round().long().to(plan.token_ids.device)
 
 
 def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DeviceProfile:
@@ -71,14 +71,14 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
     Sizes beyond the model's window are left out. progress(done, total).
     """
     decoder = runtime.decoder
-    wanted = (*NEW, MANY_NEW) if runtime.transfers.staged else NEW
-    cached, new = _axes(runtime.context_window, CACHED, wanted)
+    wanted = (*NEW_TOKENS, MANY_NEW_TOKENS) if runtime.transfers.staged else NEW_TOKENS
+    cached, new = _axes(runtime.context_window, CACHED_TOKENS, wanted)
     total, done = len(cached) * len(new) + (4 if runtime.transfers.staged else 3), 0
 
     def median(once_ms: Callable[[], float]) -> float:
         nonlocal done
         times = [once_ms()]  # fewer repeats of slow ones: a profile should take seconds
-        while len(times) < REPEATS and sum(times) < ENOUGH_MS:
+        while len(times) < REPEATS and sum(times) < REPEAT_UNTIL_MS:
             times.append(once_ms())
         done += 1
         if progress is not None:
@@ -90,7 +90,7 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
         _about(decoder),
         cached,
         new,
-        lambda behind, count: median(lambda: _prefill_ms(runtime, behind, count)),
+        lambda cached, count: median(lambda: _prefill_ms(runtime, cached, count)),
     )
     count = max(1, min(CHUNKS, (runtime.context_window - MOVED_TOKENS) // CHUNK_TOKENS))
     chunk, tiers = _random_chunk(decoder), []
@@ -102,23 +102,23 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
 
 
 def measure_layers(runtime: Runtime, turn: DeviceTurn) -> DeviceProfile:
-    """The same of the layers alone, by a few prefills in a background turn; what requests load shows the tiers' speed.
+    """Profile the layers alone, by a few prefills in a background turn. The tiers' speeds are learned from requests.
 
     Raises Cancelled between two layers once a request waits.
     """
-    cached, new = _axes(runtime.context_window, *QUICK[runtime.transfers.staged])
-    waiting = _UntilRequest(turn)
-    _prefill_ms(runtime, cached[-1], new[0], waiting)  # the first pays for pages and kernels
+    cached, new = _axes(runtime.context_window, *QUICK_GRIDS[runtime.transfers.staged])
+    yielding = _YieldingTurn(turn)
+    _prefill_ms(runtime, cached[-1], new[0], yielding)  # the first pays for pages and kernels
     grid = PrefillProfile.of(
         _about(runtime.decoder),
         cached,
         new,
-        lambda behind, count: _prefill_ms(runtime, behind, count, waiting),
+        lambda cached, count: _prefill_ms(runtime, cached, count, yielding),
     )
     return DeviceProfile(grid.about, grid, (), overlaps=runtime.transfers.staged)
 
 
-class _UntilRequest(DeviceTurn):
+class _YieldingTurn(DeviceTurn):
     """A background turn that ends between two layers once a request waits."""
 
     def __init__(self, turn: DeviceTurn) -> None:
@@ -135,13 +135,13 @@ def _about(decoder: Decoder) -> str:
 
 
 def _axes(window: int, cached: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Those of these sizes that fit the window."""
+    """The cached and new sizes that fit the window, at least two of each."""
     behind = [count for count in cached if count + new[-1] <= window] or [0, 1]
     fitting = [count for count in new if count + behind[-1] <= window]
     return behind if len(behind) > 1 else (0, 1), fitting if len(fitting) > 1 else (1, 2)
 
 
-def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, Opened]]:
+def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, OpenChunk]]:
     """Every tier, the fastest first, with a function that opens one of its chunks, packed by the codec in use."""
     device, keys = runtime.device, [ChunkKey(f"{number:064x}") for number in range(count)]
     for left in runtime.home.glob(f"{PROFILE_FOLDER}*"):  # by a process that was killed
@@ -163,10 +163,10 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
         yield "disk", lambda number: _cold(store, keys[number], chunk)
 
 
-def _prefill_ms(runtime: Runtime, behind: int, count: int, turn: DeviceTurn | None = None) -> float:
+def _prefill_ms(runtime: Runtime, cached: int, count: int, turn: DeviceTurn | None = None) -> float:
     """Time to compute these rows of a sequence, with nothing to load."""
     decoder, transfers = runtime.decoder, runtime.transfers
-    tokens = behind + count
+    tokens = cached + count
     ids = torch.ones(tokens, dtype=torch.int64, device=decoder.device)
     plan = make_plan(ids, (), decoder.geometry.layers, 0.0, decoder.attention_share)
     cache = FusedCache(decoder.geometry, tokens, 0, decoder.device)
@@ -174,13 +174,13 @@ def _prefill_ms(runtime: Runtime, behind: int, count: int, turn: DeviceTurn | No
         cache.blank(layer, torch.arange(tokens, device=decoder.device))
     transfers.synchronize()
     begun, recorder = time.perf_counter(), Recorder(transfers)
-    loader = loader_class(transfers)((), cache, decoder, transfers, runtime.readers, recorder)
-    Fusion(decoder, plan, Spread(count), cache, loader, recorder, turn).prefill()
+    loader = loader_class(transfers)((), cache, decoder, transfers, runtime.loader_threads, recorder)
+    Fusion(decoder, plan, EvenlySpread(count), cache, loader, recorder, turn).prefill()
     transfers.synchronize()
     return (time.perf_counter() - begun) * 1e3
 
 
-def _load_ms(runtime: Runtime, count: int, opened: Opened) -> float:
+def _load_ms(runtime: Runtime, count: int, opened: OpenChunk) -> float:
     """Time to load these chunks of a tier into new buffers, rotated."""
     decoder, transfers = runtime.decoder, runtime.transfers
     starts = [MOVED_TOKENS + number * CHUNK_TOKENS for number in range(count)]
@@ -190,7 +190,7 @@ def _load_ms(runtime: Runtime, count: int, opened: Opened) -> float:
         cache = FusedCache(decoder.geometry, spans[-1].stop, 0, decoder.device)
         transfers.synchronize()
         begun, recorder = time.perf_counter(), Recorder(transfers)
-        loader = loader_class(transfers)(spans, cache, decoder, transfers, runtime.readers, recorder)
+        loader = loader_class(transfers)(spans, cache, decoder, transfers, runtime.loader_threads, recorder)
         try:
             for layer in range(decoder.geometry.layers):
                 loader.wait(layer)

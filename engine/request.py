@@ -61,24 +61,28 @@ def claim_of(runtime: Runtime, request: Request) -> Claim:
         return Claim(True, client, deadline=deadline)
     if runtime.queue.order.budget_bytes is None:
         runtime.queue.order.budget_bytes = free_bytes(runtime.device) // 2
-    prompt, cached, held, fused = request.prompt, dict[str, int](), 0, 0
-    if (session := request.used_session) and (held := session.common_tokens(prompt.token_ids)):
-        cached[f"session {id(session)}"] = held
+    prompt, cached, held_tokens, fused_tokens = request.prompt, dict[str, int](), 0, 0
+    if (session := request.used_session) and (held_tokens := session.common_tokens(prompt.token_ids)):
+        cached[f"session {id(session)}"] = held_tokens
     with runtime.store_lock:
-        path = path_of(runtime, prompt, request.collection) if request.policy.uses_tree and not held else []
+        path = (
+            path_of(runtime, prompt, request.collection)
+            if request.policy.uses_tree and not held_tokens
+            else []
+        )
         nodes = list(takewhile(runtime.store.contains, (node.key for node, _ in path)))
         cached |= {node.key.digest: len(node.token_ids) for node, _ in path[: len(nodes)]}
-        exact = sum(cached.values())
-        behind = zip(prompt.chunks[len(nodes) :], prompt.places[len(nodes) :], strict=True)
-        for chunk, (_, stop) in () if request.policy.exact else behind:
+        exact_tokens = sum(cached.values())
+        later_chunks = zip(prompt.chunks[len(nodes) :], prompt.places[len(nodes) :], strict=True)
+        for chunk, (_, stop) in () if request.policy.exact else later_chunks:
             ids, salt = chunk.encoded_ids, request.collection_of(chunk)
             keys = [runtime.key_of(each, ids, salt) for each in {prompt.prefix_ids, runtime.canonical_prefix}]
-            if stop > held and (key := next(filter(runtime.store.contains, keys), None)):
+            if stop > held_tokens and (key := next(filter(runtime.store.contains, keys), None)):
                 cached[key.digest] = len(ids)
-                fused += len(chunk.token_ids or ())  # once for each occurrence in the prompt
+                fused_tokens += len(chunk.token_ids or ())  # once for each occurrence in the prompt
     ratio = DEFAULT_RATIO if request.ratio is None else request.ratio
     share = ratio if request.policy.fixed_ratio is None else request.policy.fixed_ratio
     tokens = len(prompt.token_ids)
     nbytes = (tokens + request.room_tokens) * runtime.fingerprint.geometry.token_bytes
-    new_tokens = max(1, round(tokens - exact - (1 - share) * fused))
+    new_tokens = max(1, round(tokens - exact_tokens - (1 - share) * fused_tokens))
     return Claim(True, client, cached, new_tokens, nbytes, deadline)

@@ -24,7 +24,9 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """encoded, skipped: chunks; tokens: of the encoded ones; keys: one per text, in order (None: no KV)."""
+    """What `encode` did. encoded, skipped: numbers of chunks; tokens: number of tokens encoded; keys: of each text's
+    KV, in order (None: it has none).
+    """
 
     encoded: int
     skipped: int
@@ -67,7 +69,7 @@ class Prefilled:
     """A prefilled prompt. logits (vocab,) float32 of its last row.
 
     cache: a cache of transformers' interface; None for a model that cannot be fused. computed: KV that may enter the
-    knowledge tree. arrived: values read from a shared store, to be stored here. sure: the policy's, if inexact stored
+    knowledge tree. arrived: values read from a shared store, to be stored here. sure: as in `Policy`, if inexact stored
     KV was used; else 0. prefill_other(prompt, turn): prefills another prompt, with the same options, from stored KV
     without recomputing any.
     """
@@ -110,7 +112,7 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-Answering = Callable[[OnText, threading.Event], Result]  # (on_text, cancel) -> the whole answer
+AnswerFunction = Callable[[OnText, threading.Event], Result]  # (on_text, cancel) -> the whole answer
 
 
 class Stream(Closing):
@@ -120,7 +122,7 @@ class Stream(Closing):
     or two tokens. Its errors are raised by the iteration.
     """
 
-    def __init__(self, answer: Answering) -> None:
+    def __init__(self, answer: AnswerFunction) -> None:
         self._pieces: SimpleQueue[str | BaseException | Result] = SimpleQueue()
         self._cancel = threading.Event()
         self._result: Result | None = None
@@ -169,7 +171,7 @@ class Stream(Closing):
 
 
 def _produce(
-    answer: Answering, pieces: "SimpleQueue[str | BaseException | Result]", cancel: threading.Event
+    answer: AnswerFunction, pieces: "SimpleQueue[str | BaseException | Result]", cancel: threading.Event
 ) -> None:
     try:
         pieces.put(answer(pieces.put, cancel))

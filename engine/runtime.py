@@ -31,9 +31,9 @@ from ragblend.kvstore.errors import Cancelled, UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 from ragblend.kvstore.memory import MemoryTier
 
-# A measurement gives way to requests so many times, then twice not for so many seconds: see `Runtime.choose_steps`.
-PATIENT_ATTEMPTS, INSISTING_ATTEMPTS, INSISTS_S = 3, 2, 8.0
-FREE_WITHIN_S = 0.1  # how long requests may have to wait until it begins
+# `Runtime.measure_decoding` yields to requests in its first attempts; in the next ones, requests wait for it so long.
+YIELDING_ATTEMPTS, BLOCKING_ATTEMPTS, BLOCKING_S = 3, 2, 8.0
+BLOCKING_WAIT_S = 0.1  # how long it then waits for the device, and requests after it
 UNMEASURED = (
     "no real model with convolution layers was measured with fused KV; to fuse it nevertheless, set `fuse` to `all` "
     '(RAGBLEND_FUSE=all, or Engine.open(fuse="all"))'
@@ -49,7 +49,7 @@ class Runtime(RuntimeBase):
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
         self.queue, self.speeds = DeviceQueue(), MeasuredSpeeds()
-        self._interrupted = 0  # measurements of decode implementations
+        self._cancelled_measurements = 0  # of decode implementations
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         super().__init__(config, home)
 
@@ -86,8 +86,8 @@ class Runtime(RuntimeBase):
         if failed is not None and self.loaded_now is failed():
             with self.queue.turn(cancel):
                 if self.loaded_now is failed():  # no other request has done it
-                    with self._loading:
-                        for name in ("loaded", "gate", "choice", "token_grammars", "transfers"):
+                    with self._loading_lock:
+                        for name in ("loaded", "gate", "decode_selector", "token_grammars", "transfers"):
                             vars(self).pop(name, None)
                     for tier in self.store.tiers if "store" in vars(self) else ():
                         if tier.name == "device":
@@ -100,7 +100,7 @@ class Runtime(RuntimeBase):
 
     @once
     def folder(self) -> Path:
-        """The checkpoint's."""
+        """The checkpoint's folder."""
         return model.locate(self.config.model, self.home, self.dtype)
 
     @property
@@ -152,7 +152,7 @@ class Runtime(RuntimeBase):
     def decoder(self) -> Decoder:
         _ = self.gate  # it sets what the decoder may do, also after it was loaded again
         decoder = self.loaded.decoder
-        assert decoder is not None, "only asked for after the gate"
+        assert decoder is not None, "used only for models that passed the gate"
         return decoder
 
     @once
@@ -191,7 +191,7 @@ class Runtime(RuntimeBase):
             return self.gate
 
     @once
-    def choice(self) -> DecodeSelector:
+    def decode_selector(self) -> DecodeSelector:
         """The selector of the decode implementation."""
         return DecodeSelector(
             self.decoder, self.home / "models", self.fingerprint.digest, self.has_quantized_weights
@@ -202,26 +202,26 @@ class Runtime(RuntimeBase):
         """Whether the weights were numbers of a few bits before they were unpacked."""
         return model.was_quantized(self.config.model, self.loaded.model.num_parameters())
 
-    def choose_steps(self) -> None:
+    def measure_decoding(self) -> None:
         """In the background, measure which decode implementation is fastest, unless the model was closed meanwhile.
 
         Raises Cancelled if a request arrives, KV must be stored, or the device is never idle: the next answer queues it
-        again. A program that asks without a pause would interrupt it forever. So after PATIENT_ATTEMPTS it waits for no
-        pause, if the device is free, and lets the next request wait for up to INSISTS_S; INSISTING_ATTEMPTS times at
-        most in a process.
+        again. A program that sends requests without a pause would cancel it forever. So after YIELDING_ATTEMPTS it
+        begins as soon as the device is free, and lets the next request wait for up to BLOCKING_S; it does so at most
+        BLOCKING_ATTEMPTS times in a process.
         """
         cancel = CallbackCancel(lambda: self.background.should_stop(Priority.MEASURE))
-        insists = 0 <= self._interrupted - PATIENT_ATTEMPTS < INSISTING_ATTEMPTS
-        claim = Claim(deadline=time.monotonic() + FREE_WITHIN_S) if insists else None
+        is_blocking = 0 <= self._cancelled_measurements - YIELDING_ATTEMPTS < BLOCKING_ATTEMPTS
+        claim = Claim(deadline=time.monotonic() + BLOCKING_WAIT_S) if is_blocking else None
         try:
-            with self.queue.turn(cancel, background=not insists, claim=claim) as turn:
-                until = time.monotonic() + (INSISTS_S if insists else 0.0)
-                choice: DecodeSelector | None = vars(self).get("choice")
-                if choice is not None and choice.needs_measurement:
+            with self.queue.turn(cancel, background=not is_blocking, claim=claim) as turn:
+                until = time.monotonic() + (BLOCKING_S if is_blocking else 0.0)
+                selector: DecodeSelector | None = vars(self).get("decode_selector")
+                if selector is not None and selector.needs_measurement:
                     text = self.tokenizing.passage_ids(GATE_TEXT)
-                    choice.measure(text, lambda: turn.should_stop() and time.monotonic() >= until)
+                    selector.measure(text, lambda: turn.should_stop() and time.monotonic() >= until)
         except Cancelled:
-            self._interrupted += 1
+            self._cancelled_measurements += 1
             raise
 
     def _tiers(self) -> list[MemoryTier]:
@@ -229,7 +229,7 @@ class Runtime(RuntimeBase):
         return memory_tiers(self.device, memory, device, self._store_policy)
 
     @once
-    def readers(self) -> ThreadPoolExecutor:
+    def loader_threads(self) -> ThreadPoolExecutor:
         """The loader's threads."""
         return ThreadPoolExecutor(reader_count(self.device), thread_name_prefix="ragblend-loader")
 

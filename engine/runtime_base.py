@@ -31,13 +31,13 @@ log = logging.getLogger("ragblend")
 _TYPICAL_TOKENS = 512
 T = TypeVar("T")
 _runtimes: dict[tuple[Any, ...], Any] = {}
-_sharing = threading.Lock()
+_runtimes_lock = threading.Lock()
 
 
 class once(Generic[T]):
-    """A property that the first thread computes while others wait; `close` drops it."""
+    """A property that the first thread computes while others wait; `close` drops its value."""
 
-    lock = "_loading"
+    lock = "_loading_lock"
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make, self._name = make, make.__name__
@@ -52,10 +52,10 @@ class once(Generic[T]):
             return found
 
 
-class light(once[T]):
+class light_once(once[T]):
     """A `once` that does not wait while a model is converted or loaded."""
 
-    lock = "_light"
+    lock = "_light_lock"
 
 
 class RuntimeBase(ABC):
@@ -69,7 +69,7 @@ class RuntimeBase(ABC):
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(self.device, config.dtype)
         self.store_lock, self.background = threading.Lock(), BackgroundTasks(self._note_unstored)
-        self._loading, self._light = threading.RLock(), threading.RLock()
+        self._loading_lock, self._light_lock = threading.RLock(), threading.RLock()
         self.codec: Codec = RAW  # for new KV
         self._budgets: dict[str, int] = {}
         self._remote: str | None = None
@@ -85,7 +85,7 @@ class RuntimeBase(ABC):
         device = pick_device(config.device)
         loaded = config.model, config.url, str(device), pick_dtype(device, config.dtype), config.fuse == "all"
         key = (cls, *loaded, home)
-        with _sharing:
+        with _runtimes_lock:
             if key in _runtimes:
                 _runtimes[key]._adopt(config)
             else:
@@ -101,7 +101,7 @@ class RuntimeBase(ABC):
         """
         budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
         wanted = dict(zip(("disk", "memory", "device"), budgets, strict=True))
-        with self._light:
+        with self._light_lock:
             self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
             self._remote = config.remote or self._remote
             self._store_policy = config.store_policy or self._store_policy
@@ -128,7 +128,7 @@ class RuntimeBase(ABC):
 
     def _free(self) -> None:
         """Drop every part. The caller holds the locks."""
-        with self._loading, self._light:
+        with self._loading_lock, self._light_lock:
             names = [
                 name
                 for each in type(self).__mro__
@@ -136,8 +136,8 @@ class RuntimeBase(ABC):
                 if isinstance(part, once)
             ]
             parts = {name: vars(self).pop(name) for name in names if name in vars(self)}
-        if "readers" in parts:
-            parts["readers"].shutdown()
+        if "loader_threads" in parts:
+            parts["loader_threads"].shutdown()
         for name in {"store", "nodes"} & set(parts):
             parts[name].close()
 
@@ -200,8 +200,8 @@ class RuntimeBase(ABC):
             if node_id is not None:  # a framework's passage may have none
                 unstored.setdefault(collection, []).append(node_id)
         log.warning(
-            "%d passages that were asked for have no KV yet: the process ends. Those of a library are encoded first "
-            "the next time; `ragblend ingest`, or `engine.finish_background()` at the end, encodes all.",
+            "%d requested passages have no KV yet, because the process ends. Those of a library are encoded first by "
+            "the next process. `ragblend ingest`, or `engine.finish_background()` before the end, encodes all.",
             len(passages),
         )
         if unstored and "fingerprint" in vars(self):
@@ -222,31 +222,31 @@ class RuntimeBase(ABC):
         return {str(name): [str(each) for each in ids] for name, ids in found.items()}
 
     def forget_unstored(self) -> None:
-        """Drop these ids when passages are deleted, as they may contain deleted ones."""
+        """Drop the saved ids of unstored passages: some may belong to passages that are being deleted."""
         for path in self.home.glob("unstored-*.json"):
             path.unlink(missing_ok=True)
 
     # --- the tokenizer, which needs no weights: those of a GGUF would have to be converted first
 
-    @light
+    @light_once
     def _tokenizer_folder(self) -> Path:
         return model.locate_tokenizer(self.config.model, self.home, self.dtype)
 
-    @light
+    @light_once
     def tokenizing(self) -> PromptTokenizer:
         return PromptTokenizer(model.load_tokenizer(self._tokenizer_folder))
 
-    @light
+    @light_once
     def call_format(self) -> CallFormat:
         return call_format(self.tokenizing.tokenizer, self.config.model)
 
-    @light
+    @light_once
     def canonical_prefix(self) -> tuple[int, ...]:
         return self.tokenizing.prefix_ids()
 
     # --- the store
 
-    @light
+    @light_once
     def store(self) -> KVStore:
         disk, policy = self._budgets.get("disk"), self._store_policy
         return KVStore.open(self.home / "kv", disk, self._tiers(), policy, self._token_cost, self._remote)
@@ -255,7 +255,7 @@ class RuntimeBase(ABC):
         """The store's tiers above the disk."""
         return []
 
-    @light
+    @light_once
     def nodes(self) -> NodeIndex:
         return NodeIndex.open(self.home / "nodes.sqlite")
 
@@ -263,7 +263,7 @@ class RuntimeBase(ABC):
         """The scope of a collection's node ids."""
         return Scope(collection, self._tokenizer_digest)
 
-    @light
+    @light_once
     def _tokenizer_digest(self) -> str:
         return tokenizer_digest(self._tokenizer_folder, self._digests)
 
@@ -297,8 +297,8 @@ class RuntimeBase(ABC):
         if not self.fits_window(tokens):
             raise self._too_long(f"{what} has {tokens} tokens")
 
-    def _too_long(self, said: str) -> PromptTooLongError:
+    def _too_long(self, what: str) -> PromptTooLongError:
         return PromptTooLongError(
-            f"{said}; {self.model_name} reads at most {self.context_window - 1} tokens and answers in the remaining "
+            f"{what}; {self.model_name} reads at most {self.context_window - 1} tokens and answers in the remaining "
             "ones: use fewer or shorter passages, or a model with a longer window"
         )

@@ -23,7 +23,7 @@ HOST = "host"  # the track of the computing thread
 class TraceEvent:
     """One step of a prefill.
 
-    part: `lookup` (of stored chunks), `load`, `copy` (to the device, rotated), `move`, `stall` (waiting for a load),
+    part: `lookup` (of stored chunks), `load`, `copy` (to the device, rotated), `move` (rotating), `stall` (waiting),
     `prepare` (embedding, rotary tables, masks), `compute` (a layer; on the CPU its stall and move are inside), `probe`
     (a layer of the probe), `select` or `head`. start_ms counts from the beginning of the prefill;
     chunk is its number in the prompt, from 0.

@@ -266,12 +266,12 @@ class SettingsTab:
 
     def measure(self) -> Iterator[Updates]:
         """Measure model and disk, for estimates of full prefill and for the automatic ratio."""
-        from ragblend.engine.engine import loaded_here
+        from ragblend.engine.engine import require_local_engine
 
         yield {self._measured: problem("Measuring for about a minute; questions wait …", "info")}
         message = problem("Measured. Answers now show how long full prefill would have taken.", "info")
         try:
-            loaded_here(self._services.workspaces.first.engine, "measuring the device").profile()
+            require_local_engine(self._services.workspaces.first.engine, "measuring the device").profile()
         except RagBlendError as error:
             message = problem(str(error))
         yield {self._measured: message}

@@ -56,7 +56,7 @@ def compare(
     cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
     """Yield the comparison after each result. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
-    from ragblend.engine.engine import loaded_here
+    from ragblend.engine.engine import require_local_engine
 
     max_tokens = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
     options = AskOptions((collection,), max_new_tokens=max_tokens, cancel=cancel)
@@ -64,7 +64,7 @@ def compare(
     context = prepared.context
     if context is None:
         raise LibraryError(f"Comparing: {prepared.notice}")
-    engine = loaded_here(conversations.engine, "comparing logits")
+    engine = require_local_engine(conversations.engine, "comparing logits")
     comparison = Comparison(len(context.prompt.token_ids), len(context.sources), prepared.notice)
     yield comparison
 

@@ -283,7 +283,7 @@ def _finish_background(cli: Cli, conversations: "Conversations", answer: Answer)
     if cli.host is not None or not answer.report.tokens.prompt:
         return
     todo = [f"Encoding {plural(answer.report.misses, 'passage')}"] if answer.report.misses else []
-    if conversations.engine.measures_answers:
+    if conversations.engine.needs_measurement:
         todo.append("Measuring once how answers are computed fastest")
     if todo:
         cli.note(f"{' and '.join(todo)} for the next question (Ctrl-C skips it) ...")

@@ -129,10 +129,12 @@ def doctor(
 
 def _profile(cli: Cli) -> int:
     from ragblend.app.cli.bars import progress_bars
-    from ragblend.engine.engine import loaded_here
+    from ragblend.engine.engine import require_local_engine
 
     with cli.open() as workspace, progress_bars(cli.terminal) as show:
-        measured = loaded_here(workspace.engine, "measuring the device").profile(partial(show, "measure"))
+        measured = require_local_engine(workspace.engine, "measuring the device").profile(
+            partial(show, "measure")
+        )
     grid = measured.prefill
     rows = [
         f"{count:>6} new tokens  " + "".join(f"{row[column]:>9,.0f} ms" for row in grid.prefill_ms)

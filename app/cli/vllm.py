@@ -13,13 +13,13 @@ def check(cli: Cli) -> int:
 
     Exit code 1 if nothing would be fused, or no server answers; 2 if no supported vLLM is installed here.
     """
-    from ragblend.engine.engine import loaded_here
+    from ragblend.engine.engine import require_local_engine
     from ragblend.integrations.vllm.gate import refusal_of
 
     with cli.open() as workspace:
         engine, url = workspace.engine, workspace.settings.vllm
         if url is None:
-            folder = loaded_here(engine, "the self-test").runtime.folder
+            folder = require_local_engine(engine, "the self-test").runtime.folder
             refusal = refusal_of(str(folder), workspace.home.root, cli.dtype)
         else:
             refusal = engine.gate.reason

@@ -44,9 +44,12 @@ def check_extra() -> None:
 
 def open_engine(arguments: Mapping[str, Any], purpose: str, **more: Any) -> "Engine":
     """`Engine.open` with these arguments. Raises UsageError for an engine whose model is not in this process."""
-    from ragblend.engine.engine import Engine, loaded_here  # heavy, so only after the arguments were checked
+    from ragblend.engine.engine import (
+        Engine,
+        require_local_engine,
+    )  # heavy, so only after the arguments were checked
 
-    return loaded_here(Engine.open(**arguments, **more), purpose)
+    return require_local_engine(Engine.open(**arguments, **more), purpose)
 
 
 def report_quality(source: sources.QuestionSource, engine_arguments: Row, request: "QualityRequest") -> Row:

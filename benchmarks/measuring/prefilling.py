@@ -199,7 +199,7 @@ def settle_decoding(engine: "Engine") -> str:
     Otherwise the first answers could come from another implementation than the last ones, and the engine's measurement
     of implementations would slow down what is timed.
     """
-    choice = engine.runtime.choice
+    choice = engine.runtime.decode_selector
     for _ in range(SETTLING_ANSWERS):
         if not choice.needs_measurement:
             break

@@ -59,8 +59,8 @@ def decode_answer(
     if prefilled.cache is None:
         return answer.result(_decode_by_transformers(answer))
     ids, read_again_at = _decode_fused(answer)
-    if runtime.choice.needs_measurement:
-        runtime.background.add(runtime.choose_steps, priority=Priority.MEASURE)
+    if runtime.decode_selector.needs_measurement:
+        runtime.background.add(runtime.measure_decoding, priority=Priority.MEASURE)
     return answer.result(ids, evicted_tokens=prefilled.cache.evicted_tokens, read_again_at=read_again_at)
 
 
@@ -188,7 +188,7 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
         if is_last:
             return ids, read_again_at
         if implementation is None:  # after the first token, so that it does not wait for packed weights
-            implementation = runtime.choice.current  # the same for the whole answer
+            implementation = runtime.decode_selector.current  # the same for the whole answer
             lookup = PromptLookup(implementation.guessed_tokens, (*prompt, token))
         guesses = lookup.propose()[: max_new_tokens - len(ids) - 1]
         cached = cache.get_seq_length()

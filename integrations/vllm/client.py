@@ -138,7 +138,7 @@ class VllmEngine(EngineInterface):
         return ()
 
     @property
-    def measures_answers(self) -> bool:
+    def needs_measurement(self) -> bool:
         return False
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
@@ -171,7 +171,7 @@ class VllmEngine(EngineInterface):
     def _connect(self, cancel: Cancel | None, deadline: float) -> None:
         self.runtime.ensure_connected(cancel_or_deadline(cancel, deadline))
 
-    def _answering(
+    def _answer_function(
         self, request: Request, options: DecodeOptions
     ) -> Callable[[OnText | None, Cancel | None], Result]:
         return partial(self._answer, request, options)

@@ -52,7 +52,7 @@ class VllmRuntime(Runtime):
         return self._vllm_model.hf_text_config
 
     @once
-    def readers(self) -> ThreadPoolExecutor:
+    def loader_threads(self) -> ThreadPoolExecutor:
         """The loader's threads, on all cores that vLLM may use: it reserves one for connectors."""
         return ThreadPoolExecutor(reader_count(self.device), "ragblend-loader", initializer=_unbind)
 

@@ -123,7 +123,7 @@ class ConnectorWorker:
                 raise UnsupportedModelError(str(verdict.reason))
             runtime.adopt(decoder, verdict)
             # These properties are slow on first use, so they are used now, not by the first request.
-            _ = runtime.store, runtime.readers, runtime.canonical_prefix
+            _ = runtime.store, runtime.loader_threads, runtime.canonical_prefix
             runtime.background.add(self._read_ahead)
 
     def _read_ahead(self) -> None:
@@ -300,7 +300,7 @@ class ConnectorWorker:
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
-            runtime.check_length(len(prefix) + len(passage), "a passage after its prefix")
+            runtime.check_length(len(prefix) + len(passage), "a passage with its prefix")
             key = runtime.key_of(prefix, passage, space)
             nodes = LocalNodeEncoder(runtime, collection)
             if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):

@@ -116,7 +116,7 @@ class FakeEngine:
         self.needs_conversion, self.room_bytes, self.weights_loaded = False, 1 << 30, False
         self.verdict = GateVerdict(True)
         self.encoded, self.requests, self.waited = [], [], False
-        self.measures_answers = False
+        self.needs_measurement = False
         self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
         self.on_encode, self.on_prefill = lambda text: None, lambda: None
         self.reply = ("It ", "is ", "blue.")

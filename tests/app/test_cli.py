@@ -108,7 +108,7 @@ def test_a_document_of_which_nothing_was_read_has_no_answer(filled, documents, c
 
 def test_where_nothing_was_found_no_times_and_no_sources_are_printed(filled, capfd, unrelated):
     """It printed `of 0 prompt tokens 0 reused`, an empty list of sources, and waited for work that there was not."""
-    filled.engine.measures_answers = True
+    filled.engine.needs_measurement = True
     assert filled("ask", "Photosynthesis?") == 0
     said = capfd.readouterr()
     assert "Nothing about this was found" in said.out
@@ -121,7 +121,7 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
     filled.engine.misses = 2
     filled("ask", "Sky?")
     assert filled.engine.waited and "Encoding 2 passages for" in capfd.readouterr().err
-    filled.engine.misses, filled.engine.measures_answers, filled.engine.waited = 0, True, False
+    filled.engine.misses, filled.engine.needs_measurement, filled.engine.waited = 0, True, False
     filled("ask", "Sky?")
     assert filled.engine.waited and "\nMeasuring once how answers" in capfd.readouterr().err
 

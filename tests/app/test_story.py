@@ -138,7 +138,9 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
     monkeypatch.setattr(speculation, "prefill", counted("ahead"))
     monkeypatch.setattr(engines, "prefill", counted("in place"))
     engine = workspace.engine
-    monkeypatch.setattr(engine.runtime.choice, "needs_measurement", False)  # one decode loop for all answers
+    monkeypatch.setattr(
+        engine.runtime.decode_selector, "needs_measurement", False
+    )  # one decode loop for all answers
     expected = answer_of(opened.first, QUESTION)
     fused = answer_of(workspace, QUESTION, top_k=2)
     assert read == {"ahead": 0, "in place": 2} and expected.sources != fused.sources

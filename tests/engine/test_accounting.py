@@ -167,7 +167,7 @@ def test_kv_is_deleted_in_batches_and_what_has_a_node_again_stays(engine, monkey
             nodes.put_many(engine.runtime.scope("default"), [("again", ids, keys[last])])
             store.put(keys[last], kept)
 
-    monkeypatch.setattr("ragblend.engine.nodes.BATCH", 2)
+    monkeypatch.setattr("ragblend.engine.nodes.BATCH_NODES", 2)
     monkeypatch.setattr(store, "delete", deleted)
     watch_lock(monkeypatch, engine.runtime, locked)
     assert engine.forget([f"n{number}" for number in range(5)]) > 0

@@ -90,7 +90,7 @@ def test_looking_up_nodes_frees_the_lock_after_each_batch(fresh, monkeypatch):
         looked_up[-1] += 1
         return get(*given)
 
-    monkeypatch.setattr("ragblend.engine.nodes.BATCH", 2)
+    monkeypatch.setattr("ragblend.engine.nodes.BATCH_NODES", 2)
     watch_lock(monkeypatch, engine.runtime, lambda: looked_up.append(0))
     monkeypatch.setattr(engine.runtime.nodes, "get", got)
     assert engine.missing(NODES).node_ids == tuple(NODES)

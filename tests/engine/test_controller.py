@@ -18,12 +18,12 @@ from ragblend.engine.controller import (
     Tier,
     Workload,
     cheapest_tier,
+    chunks_to_compute,
     compute_ms,
     decide,
     hidden_ratio,
     load_ms,
     ttft_ms,
-    values_to_compute,
 )
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.queue import DeviceTurn
@@ -136,7 +136,7 @@ def test_what_is_loaded_is_never_slower_than_computing_all_or_loading_all(probes
                     grid = PrefillProfile("made up", (0, 4096), (16, 1024), ((0.016 * ms, 1.024 * ms),) * 2)
                     found = DeviceProfile("made up", grid, (Tier("disk", gigabytes_per_s * 1e9),))
                     work = passage_works(passages, 1024, token_bytes, probes=probes)
-                    chosen = values_to_compute(found, work, 0.15, 0, passages)
+                    chosen = chunks_to_compute(found, work, 0.15, 0, passages)
                     times = [simulated_passes_ms(found, work(count), 0.15) for count in range(passages + 1)]
                     load_all, compute_all = times[0], times[-1]
                     case = gigabytes_per_s, ms, token_bytes, passages
@@ -154,25 +154,27 @@ def test_what_is_loaded_is_never_slower_than_computing_all_or_loading_all(probes
 @pytest.mark.parametrize(("disk", "computed"), [(1e6, 0), (0.001, 8)])
 def test_without_overlap_the_sum_decides(disk, computed):
     found, work = profile(disk=disk, overlaps=False), passage_works(8, 512, 23_000)
-    assert values_to_compute(found, work, 0.15, 0, 8) == computed
-    assert values_to_compute(found, work, 0.15, 3, 8) == max(3, computed)  # three would arrive too late
+    assert chunks_to_compute(found, work, 0.15, 0, 8) == computed
+    assert chunks_to_compute(found, work, 0.15, 3, 8) == max(3, computed)  # three would arrive too late
 
 
 def test_requests_correct_what_was_measured():
     speeds = MeasuredSpeeds()
-    assert speeds.applied(None) is None and speeds.applied(profile()) == profile()
-    speeds.loaded("disk", 100, 1.0)  # too little to say anything
-    assert speeds.applied(profile()).tier("disk").bytes_per_s == 100 * MB
-    speeds.loaded("disk", 10 * MB, 1000)
-    assert speeds.applied(profile()).tier("disk").bytes_per_s == 10 * MB
+    assert speeds.corrected(None) is None and speeds.corrected(profile()) == profile()
+    speeds.record_load("disk", 100, 1.0)  # too little to say anything
+    assert speeds.corrected(profile()).tier("disk").bytes_per_s == 100 * MB
+    speeds.record_load("disk", 10 * MB, 1000)
+    assert speeds.corrected(profile()).tier("disk").bytes_per_s == 10 * MB
     for _ in range(9):
-        speeds.loaded("disk", 40 * MB, 1000)
-    assert 35 * MB < speeds.applied(profile()).tier("disk").bytes_per_s < 40 * MB
-    speeds.loaded("page cache", 80 * MB, 1000)  # which nobody had measured
-    assert speeds.applied(profile()).tier("page cache").bytes_per_s == 80 * MB
+        speeds.record_load("disk", 40 * MB, 1000)
+    assert 35 * MB < speeds.corrected(profile()).tier("disk").bytes_per_s < 40 * MB
+    speeds.record_load("page cache", 80 * MB, 1000)  # which nobody had measured
+    assert speeds.corrected(profile()).tier("page cache").bytes_per_s == 80 * MB
     for _ in range(9):
-        speeds.computed(predicted_ms=speeds.applied(profile()).rows_ms(0, 100), ms=20)  # of 0.1 ms each
-    assert speeds.applied(profile()).rows_ms(0, 100) == pytest.approx(20, rel=0.01)
+        speeds.record_compute(
+            predicted_ms=speeds.corrected(profile()).rows_ms(0, 100), ms=20
+        )  # of 0.1 ms each
+    assert speeds.corrected(profile()).rows_ms(0, 100) == pytest.approx(20, rel=0.01)
     assert DeviceProfile("untested", profile().prefill, ()).tier("disk").bytes_per_s == float("inf")
 
 
@@ -283,7 +285,7 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
         path.write_text(broken)
         with pytest.raises(UsageError, match="doctor --profile"):
             DeviceProfile.read(path)
-    with pytest.raises(UsageError, match="not above 0 bytes"):
+    with pytest.raises(UsageError, match="must be above 0; measure"):
         Tier("disk", 0.0)
 
 
@@ -385,7 +387,7 @@ def test_the_first_answer_from_stored_kv_has_the_layers_measured(engine, monkeyp
     measured = runtime.profile
     assert measured is not None and measured.tiers == () and measured.rows_ms(100, 50) > 0
     assert DeviceProfile.read(runtime.profile_path) == measured
-    assert runtime.speeds.applied(measured).tier("page cache").bytes_per_s < math.inf
+    assert runtime.speeds.corrected(measured).tier("page cache").bytes_per_s < math.inf
     assert engine.prefill(prompt).report.decision.predicted_ttft_ms > 0
 
 

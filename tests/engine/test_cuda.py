@@ -167,7 +167,7 @@ def test_cuda_graphs_do_not_change_answers(on_cuda, tmp_path):
     options = {"max_new_tokens": 60, "method": "full"}
     before = engine.generate(make_prompt(TEXTS), **options).token_ids
     assert engine.finish_background(60)
-    choice = engine.runtime.choice
+    choice = engine.runtime.decode_selector
     again = DecodeSelector(
         engine.runtime.decoder, engine.home / "models", engine.runtime.fingerprint.digest, True
     )
@@ -202,8 +202,8 @@ def test_a_failed_recording_is_logged_and_harmless(on_cuda):
 
 def test_concurrent_requests_give_the_same_answers(on_cuda):
     engine = on_cuda()
-    engine.runtime.choice.needs_measurement = False
-    engine.runtime.choice.current = CudaGraphDecode(engine.runtime.decoder, {})
+    engine.runtime.decode_selector.needs_measurement = False
+    engine.runtime.decode_selector.current = CudaGraphDecode(engine.runtime.decoder, {})
     prompts = [make_prompt(TEXTS[number:] + TEXTS[:number]) for number in range(4)]
     alone = [engine.generate(prompt, max_new_tokens=40).token_ids for prompt in prompts]
     found: dict[int, tuple[int, ...]] = {}
@@ -217,7 +217,7 @@ def test_concurrent_requests_give_the_same_answers(on_cuda):
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(4)] == alone
-    assert engine.runtime.choice.current._can_record
+    assert engine.runtime.decode_selector.current._can_record
 
 
 def test_out_of_device_memory_is_reported_and_freed(on_cuda):

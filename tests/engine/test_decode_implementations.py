@@ -299,7 +299,7 @@ def test_packed_weights_beyond_memory_stay_on_disk(choice_for, tmp_path, verdict
 def test_implementations_are_compared_after_the_answer(engine, verdicts):
     """And not while it lasts, nor for every answer."""
     verdicts += [FASTER]
-    choice = engine.runtime.choice if engine.gate.passed else None
+    choice = engine.runtime.decode_selector if engine.gate.passed else None
     pieces = iter(engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
     next(pieces)
     assert isinstance(choice.current, TransformersDecode)
@@ -334,7 +334,7 @@ def test_measuring_yields_to_requests_and_restarts(engine, monkeypatch):
     assert len(times) == 2 and answer().token_ids == first.token_ids
     let_go.set()
     assert engine.finish_background(SOON_S)
-    assert isinstance(engine.runtime.choice.current, DirectDecode)
+    assert isinstance(engine.runtime.decode_selector.current, DirectDecode)
 
 
 def test_a_program_that_asks_without_a_pause_is_measured_too(engine, monkeypatch):
@@ -355,9 +355,9 @@ def test_a_program_that_asks_without_a_pause_is_measured_too(engine, monkeypatch
     stops_at = time.monotonic() + SOON_S
     while time.monotonic() < stops_at:
         engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
-        if isinstance(engine.runtime.choice.current, DirectDecode):
+        if isinstance(engine.runtime.decode_selector.current, DirectDecode):
             break
-    assert isinstance(engine.runtime.choice.current, DirectDecode)
+    assert isinstance(engine.runtime.decode_selector.current, DirectDecode)
     assert len(given_up) <= 3
 
 
@@ -375,7 +375,7 @@ def test_a_measurement_that_never_ends_holds_requests_twice_at_most(engine, monk
 
     monkeypatch.setattr(implementations, "compare_implementations", measure)
     monkeypatch.setattr("ragblend.engine.scheduling.queue.PAUSE_S", 0.0)
-    monkeypatch.setattr("ragblend.engine.runtime.INSISTS_S", 1.0)
+    monkeypatch.setattr("ragblend.engine.runtime.BLOCKING_S", 1.0)
     stops_at = time.monotonic() + SOON_S
     while len(insisted) < 9 and time.monotonic() < stops_at:
         engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
@@ -402,7 +402,7 @@ def both(stored, monkeypatch):
     def answers(answer):
         found = []
         for steps in ways:
-            monkeypatch.setattr(runtime.choice, "current", steps)
+            monkeypatch.setattr(runtime.decode_selector, "current", steps)
             found.append(answer(stored.engine))
         return found
 
@@ -512,7 +512,7 @@ def test_quoting_the_prompt_takes_fewer_passes(stored, monkeypatch):
     engine, passes = stored.engine, []
     rows, prompt = DirectDecode(engine.runtime.decoder, {}), make_prompt(TEXTS)
     assert engine.runtime.token_grammars  # which want to know how answers end
-    monkeypatch.setattr(engine.runtime.choice, "current", rows)
+    monkeypatch.setattr(engine.runtime.decode_selector, "current", rows)
     monkeypatch.setattr(engine.runtime, "end_ids", [])
     read = rows.run_together
     monkeypatch.setattr(rows, "run_together", lambda reads: passes.append(len(reads[0][1])) or read(reads))

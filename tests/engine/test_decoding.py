@@ -213,7 +213,7 @@ def test_presence_and_frequency_penalties_are_openais(stored, monkeypatch, prese
             logits[token] -= presence + frequency * count
         answer.append(int(logits.argmax()))
     if guesses:
-        monkeypatch.setattr(runtime.choice, "current", DirectDecode(runtime.decoder, {}))
+        monkeypatch.setattr(runtime.decode_selector, "current", DirectDecode(runtime.decoder, {}))
     options = {"presence_penalty": presence, "frequency_penalty": frequency, "max_new_tokens": 40}
     assert list(stored.engine.generate(prompt, "full", **options).token_ids) == answer
     assert answer != stored.answer(prompt, 40), "nothing was repeated, so nothing was tested"

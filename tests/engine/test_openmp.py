@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ragblend.engine.openmp import SPINS, set_thread_spinning
+from ragblend.engine.openmp import SPIN_COUNT, set_thread_spinning
 
 NAMES = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 CORES = len(os.sched_getaffinity(0))
@@ -16,10 +16,10 @@ IDLE, ONE_BUSY = "0.10 0.10 0.10 1/200 42", "0.10 0.10 0.10 2/200 42"
 @pytest.mark.parametrize(
     ("load", "given", "policy", "spins"),
     [
-        pytest.param(IDLE, {}, "PASSIVE", SPINS, id="idle"),
+        pytest.param(IDLE, {}, "PASSIVE", SPIN_COUNT, id="idle"),
         pytest.param(ONE_BUSY, {}, "PASSIVE", None, id="a core is busy"),
         pytest.param(
-            ONE_BUSY, {"OMP_NUM_THREADS": str(CORES - 1)}, "PASSIVE", SPINS, id="fewer threads",
+            ONE_BUSY, {"OMP_NUM_THREADS": str(CORES - 1)}, "PASSIVE", SPIN_COUNT, id="fewer threads",
             marks=pytest.mark.skipif(CORES < 2, reason="one core"),
         ),
         pytest.param(IDLE, {"OMP_NUM_THREADS": "1,1"}, "PASSIVE", None, id="thread counts by level"),
@@ -51,4 +51,4 @@ def test_a_moment_of_other_work_does_not_stop_threads_from_spinning(monkeypatch)
     load = Mock(read_text=Mock(side_effect=[ONE_BUSY, IDLE]))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     set_thread_spinning(load)
-    assert os.environ.get("GOMP_SPINCOUNT") == SPINS
+    assert os.environ.get("GOMP_SPINCOUNT") == SPIN_COUNT

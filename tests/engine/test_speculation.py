@@ -190,5 +190,5 @@ def test_an_error_of_retrieval_is_raised_and_the_device_is_free(fresh, reads):
 
 
 def test_no_prompt_at_all(fresh):
-    with pytest.raises(UsageError, match="no prompt came"):
+    with pytest.raises(UsageError, match="there is no prompt"):
         answered(fresh, [])

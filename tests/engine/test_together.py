@@ -219,8 +219,8 @@ def rows(stored, monkeypatch):
     """The loop, taken for every answer; sizes: of its passes."""
     runtime = stored.engine.runtime
     rows, sizes = DirectDecode(runtime.decoder, {}), []
-    monkeypatch.setattr(runtime.choice, "current", rows)
-    monkeypatch.setattr(runtime.choice, "needs_measurement", False)
+    monkeypatch.setattr(runtime.decode_selector, "current", rows)
+    monkeypatch.setattr(runtime.decode_selector, "needs_measurement", False)
     run = rows.run_together
     monkeypatch.setattr(rows, "run_together", lambda reads: sizes.append(len(reads)) or run(reads))
     rows.sizes = sizes

@@ -206,7 +206,9 @@ def test_after_an_uncertain_token_the_answer_is_full_prefills(fresh, monkeypatch
     fused = engine.generate(prompt, method="probe-shift:sure=0", max_new_tokens=8)
     assert fused.report.read_again_at is None
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
-    monkeypatch.setattr(type(engine.runtime.choice.current), "guessed_tokens", guessed, raising=False)
+    monkeypatch.setattr(
+        type(engine.runtime.decode_selector.current), "guessed_tokens", guessed, raising=False
+    )
     result = engine.generate(prompt, method="probe-shift:sure=0.5", max_new_tokens=8)
     assert result.report.read_again_at == 2
     assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))

@@ -46,7 +46,7 @@ def test_each_time_of_full_prefill_is_compared_with_once(engine, questions, jour
 
 def test_one_decode_implementation_gives_all_answers(engine, tmp_path, monkeypatch) -> None:
     """The first answers came from the model's forward, later ones from the faster loop."""
-    choice = engine.runtime.choice
+    choice = engine.runtime.decode_selector
     monkeypatch.setattr(choice, "needs_measurement", True)
     by_forward = quality.open_journal(engine, tmp_path, False, "raw", 8).path
     assert not choice.needs_measurement

@@ -65,8 +65,8 @@ def test_a_hanging_device_ends_the_process(served, monkeypatch, what) -> None:
     runtime = served.engine.runtime
 
     def measure(_):
-        runtime.choice.needs_measurement = True
-        runtime.choose_steps()
+        runtime.decode_selector.needs_measurement = True
+        runtime.measure_decoding()
 
     work = {
         "an answer": served.chat,

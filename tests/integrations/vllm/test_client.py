@@ -14,7 +14,7 @@ from benches import make_prompt, make_text
 from waiting import until
 
 from ragblend.engine.decoding.grammar import Grammar
-from ragblend.engine.engine import Engine, loaded_here
+from ragblend.engine.engine import Engine, require_local_engine
 from ragblend.engine.model.gate import GATE_TEXT
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.integrations.vllm.client import ServerNodeEncoder
@@ -566,12 +566,12 @@ def test_a_cancelled_answer_ends_at_the_server_too(opened):
 def test_what_a_server_cannot_do_is_refused_by_name(opened):
     engine, server = opened
     engine.prefill(ASKED)
-    with pytest.raises(UnsupportedModelError, match="comparing logits cannot be had from vLLM at"):
-        loaded_here(engine, "comparing logits")
+    with pytest.raises(UnsupportedModelError, match="comparing logits is not possible with vLLM at"):
+        require_local_engine(engine, "comparing logits")
     for options in ({"keep_tokens": 9}, {"repetition_penalty": 1.1}):
         with pytest.raises(UsageError, match=f"vLLM does not support {next(iter(options))}"):
             engine.generate(ASKED, **options)
-    assert len(server.asked) == 1 and engine.known_profile is None and not engine.measures_answers
+    assert len(server.asked) == 1 and engine.known_profile is None and not engine.needs_measurement
 
 
 def test_the_last_of_staged_prompts_is_answered(opened):
@@ -579,7 +579,7 @@ def test_the_last_of_staged_prompts_is_answered(opened):
     stages = [make_prompt(TEXTS[:1]), ASKED]
     assert engine.stream_staged(iter(stages)).result.token_ids == (7, 8, 9)
     assert [body["prompt"] for body in server.asked] == [list(engine.tokenize(ASKED).token_ids)]
-    with pytest.raises(UsageError, match="no prompt came"):
+    with pytest.raises(UsageError, match="there is no prompt"):
         list(engine.stream_staged([]))
 
 

@@ -13,7 +13,7 @@ from vllm_helpers import QUESTION, STORED, asked, counted, listening_on, passage
 from ragblend.engine import config
 from ragblend.engine.decoding import uncertainty
 from ragblend.engine.decoding.grammar import Grammar, json_grammar
-from ragblend.engine.engine import Engine, loaded_here
+from ragblend.engine.engine import Engine, require_local_engine
 from ragblend.engine.prompts.segments import Chunk
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError, UsageError
 
@@ -134,7 +134,7 @@ def test_what_the_server_refuses_is_reported(engines):
     with pytest.raises(UsageError, match=r"refuses the request.*[Gg]rammar"):
         theirs.generate(prompt, grammar=Grammar("start: no_such_rule\n"))
     with pytest.raises(UnsupportedModelError):
-        loaded_here(theirs, "measuring the device")
+        require_local_engine(theirs, "measuring the device")
 
 
 # --- the frameworks

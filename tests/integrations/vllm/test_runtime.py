@@ -37,7 +37,7 @@ def cores_of_readers(home: Path, core: int) -> set[int]:
     os.sched_setaffinity(0, {core})
     runtime = runtime_of(home)
     try:
-        return set(runtime.readers.submit(os.sched_getaffinity, 0).result())
+        return set(runtime.loader_threads.submit(os.sched_getaffinity, 0).result())
     finally:
         runtime.close()
 
