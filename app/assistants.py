@@ -38,7 +38,7 @@ INSTRUCTIONS = (
     "them, `read_document` reads on where a passage ends. Cite documents by their names."
 )
 PASSAGE_FIELDS = ("document", "document_id", "location", "score", "text")
-MOST_CHARACTERS = 20_000  # of a document, in one answer
+MAX_CHARACTERS = 20_000  # of a document, in one answer
 READ_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 Question = Annotated[
     str, Field(max_length=10_000, description="In the words of the documents, if you know them.")
@@ -128,7 +128,7 @@ class _Tools:
         def read() -> Json:
             found = self._library.find(self._askable(collection).settings.collection, document)
             text = "\n\n".join(passage.text for passage in self._library.passages_of(found.id))
-            stop = offset + MOST_CHARACTERS
+            stop = offset + MAX_CHARACTERS
             part = {"id": found.id, "name": found.name, "characters": len(text), "text": text[offset:stop]}
             return part | ({"next_offset": stop} if stop < len(text) else {})
 

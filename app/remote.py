@@ -30,7 +30,7 @@ from ragblend.kvstore.places import SECRETS
 SOCKET_NAME = "commands.sock"
 # Held by the page or server that has the home open: a second one would ingest the files of the first one again.
 OWNER_LOCK = "ui-page.lock"
-MOST_BYTES = 16 << 20  # of one line
+MAX_BYTES = 16 << 20  # of one line
 GREETING_S = 10.0
 INTERRUPTED_S = 10.0  # after Ctrl-C, until this process exits; the other one ends the command anyway
 DISPLAY_VARIABLES = ("TERM", "NO_COLOR", "COLORTERM")  # they decide how progress is drawn
@@ -55,7 +55,7 @@ class JsonChannel(Closing):
 
     def receive(self) -> dict[str, Any] | None:
         """The next object; None at the end, and for anything that is no object. Raises OSError."""
-        text = self._lines.readline(MOST_BYTES)
+        text = self._lines.readline(MAX_BYTES)
         try:
             found = json.loads(text, object_hook=_with_paths) if text.endswith(b"\n") else None
         except (ValueError, TypeError):

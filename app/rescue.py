@@ -27,7 +27,7 @@ from ragblend.kvstore.system import replace, sync_folder
 
 log = logging.getLogger("ragblend")
 LARGEST_ROWID = 2**40
-MOST_FAILURES = 20_000  # failing reads per table, after which its rest is given up
+MAX_FAILURES = 20_000  # failing reads per table, after which its rest is given up
 Gap = tuple[int, int]  # first and last number of a range of unreadable rows
 
 
@@ -214,7 +214,7 @@ def _copy_ranges(old: sqlite3.Connection, new: sqlite3.Connection, select: str, 
         except _UnreadableError:
             failures += 1
         first = last_read + 1
-        if first >= last or failures > MOST_FAILURES:
+        if first >= last or failures > MAX_FAILURES:
             if first <= last:
                 yield first, last
             continue

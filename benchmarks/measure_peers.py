@@ -34,7 +34,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ANSWER_TOKENS, PASSAGES, PASSAGE_TOKENS = 100, 6, 512
-MOST_ROUNDS = 20  # a plan has at least so many, so that a longer run begins with the prompts of a shorter one
+MAX_ROUNDS = 20  # a plan has at least so many, so that a longer run begins with the prompts of a shorter one
 QUESTION = "Tell in detail what these passages say."
 OURS = "ragblend"
 PYTHONS = {
@@ -351,7 +351,7 @@ def main(
         raise SystemExit(f"--only: {', '.join(sorted(unknown))} is unknown; there are {', '.join(PYTHONS)}")
     folder = folder_of(model, pythons, output)
     folder.mkdir(parents=True, exist_ok=True)
-    plan, machine = make_plan(folder / "home", model, max(MOST_ROUNDS, rounds))
+    plan, machine = make_plan(folder / "home", model, max(MAX_ROUNDS, rounds))
     plan_file, asked_file = folder / "plan.json", folder / "asked.json"
     plan_file.write_text(json.dumps(plan))
     asked: dict[str, list[Row]] = json.loads(asked_file.read_text()) if asked_file.exists() else {}

@@ -39,7 +39,7 @@ LANGUAGE_CODES = {  # English texts are the originals in the German catalogue
     "Chinese": "zh_CN", "Japanese": "ja", "Korean": "ko", "Thai": "th",
 }  # fmt: skip
 DENSE_SCRIPTS = ("Chinese", "Japanese", "Korean")  # their texts need about half as many characters
-PASSAGES, CHARACTERS, LEAST_CHARACTERS, TOP_K, QUESTIONS = 200, 350, 40, 6, 24
+PASSAGES, CHARACTERS, MIN_CHARACTERS, TOP_K, QUESTIONS = 200, 350, 40, 6, 24
 Json = dict[str, Any]
 
 
@@ -72,7 +72,7 @@ def messages(texts: Path, language: str) -> list[str]:
             catalogue: dict[object, str] = vars(gettext.GNUTranslations(stream))["_catalog"]
         for key, translated in catalogue.items():
             original = key.rpartition("\x04")[2] if isinstance(key, str) else ""
-            if len(original) >= LEAST_CHARACTERS and (language == "English" or translated != original):
+            if len(original) >= MIN_CHARACTERS and (language == "English" or translated != original):
                 text = original if language == "English" else translated
                 sentences.append(" ".join(text.replace("~", "").replace("_", "").split()))
     if not sentences:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TASK = re.compile(r"^\w+ ([\d,]+) at (\d+)%$")
-MOST_KL = 0.2  # the reddest colour, in nats
+MAX_KL = 0.2  # the reddest colour, in nats
 Row = dict[str, Any]
 Cells = dict[tuple[int, int], Row]  # by tokens and depth
 
@@ -68,7 +68,7 @@ def _draw_panel(axis: "Axes", cells: Cells, lengths: list[int], depths: list[int
         [cells[at]["figure_kl"] if (at := (length, depth)) in cells else float("nan") for length in lengths]
         for depth in depths
     ]
-    axis.imshow(colours, cmap="RdYlGn_r", vmin=0, vmax=MOST_KL, aspect="auto")
+    axis.imshow(colours, cmap="RdYlGn_r", vmin=0, vmax=MAX_KL, aspect="auto")
     for (length, depth), row in cells.items():
         kept = f"{round(row['figures_kept'] * row['figures_n'])}/{row['figures_n']}"
         axis.text(lengths.index(length), depths.index(depth), kept, ha="center", va="center", fontsize=7)

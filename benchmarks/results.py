@@ -53,7 +53,7 @@ BENCHES = ("quality", "ttft", "peers")  # as in commands and in names of files
 HIDDEN_WITH_KL = {"ttft_ms"}
 HIDDEN_WITH_FIGURES = {"kl_ci", "exact_match"}
 FIGURE_COLUMNS = {"figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "read_again"}
-FEWEST_FIGURES = 10  # answers with figures; the columns about figures of fewer are not recorded
+MIN_FIGURES = 10  # answers with figures; the columns about figures of fewer are not recorded
 USUAL_MACHINE = (
     ", 2 cores, bfloat16, torch 2.13.0+cpu"  # the introduction says it, so sections do not repeat it
 )
@@ -231,8 +231,7 @@ def _run(report: Run, title: str, command: str, says: str) -> Run:
         {
             name: _rounded(row[name])
             for name in COLUMNS
-            if row.get(name) is not None
-            and not (name in FIGURE_COLUMNS and row["figures_n"] < FEWEST_FIGURES)
+            if row.get(name) is not None and not (name in FIGURE_COLUMNS and row["figures_n"] < MIN_FIGURES)
         }
         for row in report["rows"]
     ]

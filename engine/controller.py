@@ -194,8 +194,8 @@ class MeasuredSpeeds:
     Each new measurement gets half of the weight.
     """
 
-    LEAST_BYTES = 1 << 20  # less says nothing about a tier
-    MOST_CHANGE = 4.0  # a request that took this much longer, or less, was disturbed
+    MIN_BYTES = 1 << 20  # less says nothing about a tier
+    MAX_CHANGE = 4.0  # a request that took this much longer, or less, was disturbed
     cannot_measure = False  # measuring the layers in the background failed
 
     def __init__(self) -> None:
@@ -210,14 +210,14 @@ class MeasuredSpeeds:
 
     def record_load(self, tier: str, nbytes: int, ms: float) -> None:
         """A request loaded these bytes from one tier, and was loading for `ms`."""
-        if nbytes >= self.LEAST_BYTES and ms > 0:
+        if nbytes >= self.MIN_BYTES and ms > 0:
             found = nbytes / ms * 1e3
             self._bytes_per_s[tier] = 2 / (1 / self._bytes_per_s.get(tier, found) + 1 / found)
 
     def record_compute(self, predicted_ms: float, ms: float) -> None:
         """A request took `ms`; the corrected profile had predicted predicted_ms."""
         if predicted_ms > 0 and ms > 0:
-            change = min(max(ms / predicted_ms, 1 / self.MOST_CHANGE), self.MOST_CHANGE)
+            change = min(max(ms / predicted_ms, 1 / self.MAX_CHANGE), self.MAX_CHANGE)
             self._slowdown *= change**0.5
 
 

@@ -23,7 +23,7 @@ from ragblend.kvstore.memory import HeldChunk
 GROUP_BYTES = 128 << 20  # at most, of a `ReadGroup`
 READ_AHEAD_BYTES = 384 << 20  # of pinned memory that waits to be copied to the device
 # Copies are queued for as many layers ahead of the device as these bytes hold, but at least and at most so many.
-QUEUED_BYTES, LEAST_QUEUED, MOST_QUEUED = 128 << 20, 2, 6
+QUEUED_BYTES, MIN_QUEUED, MAX_QUEUED = 128 << 20, 2, 6
 ALIGN_BYTES = 256  # of each span's bytes in `PackedLayer`: kernels read them as any dtype, many bytes at once
 Fill = Callable[[], object]  # fills a chunk's rows in one layer
 # Spans whose keys must be rotated, each with its `Span.rotation`.
@@ -207,7 +207,7 @@ class StagedLoader(LayerLoader):
 
     def pace(self) -> None:
         super().pace()
-        ahead = min(max(QUEUED_BYTES // max(self._packed_layer.nbytes, 1), LEAST_QUEUED), MOST_QUEUED)
+        ahead = min(max(QUEUED_BYTES // max(self._packed_layer.nbytes, 1), MIN_QUEUED), MAX_QUEUED)
         while len(self._tickets) < min(self._next_layer + ahead, self._cache.geometry.layers):
             if not all(read.done() for read in self._reads[len(self._tickets)]):
                 return

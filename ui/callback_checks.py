@@ -24,7 +24,7 @@ AUTOMATIC_EVENTS = ("tick", "load")  # no user caused these: they do not clear a
 LONGEST_REASON = 300
 MAX_SLIDER_VALUE = 1e9  # the app checks which smaller values make sense
 LONGEST_TEXT = 100_000
-MOST_VALUES = 1000  # in a list, and in an event
+MAX_VALUES = 1000  # in a list, and in an event
 LOG = logging.getLogger(__name__)
 
 
@@ -35,7 +35,7 @@ def _replace_none(default: Any) -> BeforeValidator:
 
 Text = Annotated[StrictStr, Field(max_length=LONGEST_TEXT)]
 TEXT = TypeAdapter(Annotated[Text, _replace_none("")])
-NAMES = TypeAdapter(Annotated[list[Text], Field(max_length=MOST_VALUES), _replace_none([])])
+NAMES = TypeAdapter(Annotated[list[Text], Field(max_length=MAX_VALUES), _replace_none([])])
 FILES = TypeAdapter(
     Annotated[
         list[gr.FileData], _replace_none([]), AfterValidator(lambda files: [each.path for each in files])

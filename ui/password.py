@@ -14,7 +14,7 @@ from ragblend.kvstore.files import replace_durably
 
 COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms per guess
 PASSWORD_FILE = "ui-password"
-LEAST_LENGTH = 10
+MIN_LENGTH = 10
 FREE_ATTEMPTS = 5
 LONGEST_WAIT_S, FORGET_AFTER_S = 900.0, 24 * 3600.0
 
@@ -25,8 +25,8 @@ def hash_password(password: str) -> str:
         password.encode()
     except UnicodeEncodeError:  # bytes from a pipe
         raise UsageError("The password of the page must be UTF-8 text.") from None
-    if len(password) < LEAST_LENGTH:
-        raise UsageError(f"The password of the page must have at least {LEAST_LENGTH} characters.")
+    if len(password) < MIN_LENGTH:
+        raise UsageError(f"The password of the page must have at least {MIN_LENGTH} characters.")
     salt = secrets.token_bytes(16)
     return json.dumps({"salt": _base64(salt), "scrypt": _base64(_scrypt(password, salt))})
 

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragblend.app.serve.request_checks import read_body
-from ragblend.ui.callback_checks import LONGEST_TEXT, MOST_VALUES, value_type
+from ragblend.ui.callback_checks import LONGEST_TEXT, MAX_VALUES, value_type
 from ragblend.ui.security import SAFE_METHODS, UPLOAD_PATH
 
 # Route -> whether its functions run in Gradio's queue.
@@ -122,7 +122,7 @@ class RequestFilter:
             raise RefusedCall("states stay on the server and are never sent")
         if isinstance(component, gr.File):
             files = value if isinstance(value, list) else [value]
-            _require(len(files) <= MOST_VALUES, "too many files at once")
+            _require(len(files) <= MAX_VALUES, "too many files at once")
             own = [self._file(each, visitor) for each in files]
             return own if isinstance(value, list) else own[0]
         try:
@@ -147,7 +147,7 @@ def _event(value: Any, events: list[str]) -> dict[str, Any] | None:
     """The data of a click: names and plain values. A change's data, the new value, is dropped: no callback reads it."""
     if value is None or ("change" in events and isinstance(value, str | int | float)):
         return None
-    _require(isinstance(value, dict) and len(value) <= MOST_VALUES, "event_data is not an object")
+    _require(isinstance(value, dict) and len(value) <= MAX_VALUES, "event_data is not an object")
     plain = all(
         len(each) <= LONGEST_TEXT if isinstance(each, str) else each is None or isinstance(each, int | float)
         for each in value.values()

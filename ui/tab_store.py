@@ -21,7 +21,7 @@ from ragblend.ui.page_context import (
 from ragblend.ui.views import problem
 
 GIB = 1 << 30
-MOST_GIB = 500
+MAX_GIB = 500
 
 
 class StoreTab:
@@ -38,7 +38,7 @@ class StoreTab:
                 with gr.Column(scale=2, min_width=300):
                     self.budget = gr.Slider(
                         1,
-                        MOST_GIB,
+                        MAX_GIB,
                         value=20,
                         step=1,
                         label="Disk budget, GiB",
@@ -65,7 +65,7 @@ class StoreTab:
             return {
                 self.overview: self._overview(),
                 self.rates: views.store.hit_rates(list(self._context.hit_counts)),
-                self.budget: gr.update(value=now, maximum=max(MOST_GIB, now)),
+                self.budget: gr.update(value=now, maximum=max(MAX_GIB, now)),
             }
         except RagBlendError as error:
             return {self.message: problem(str(error))}

@@ -6,7 +6,7 @@ from itertools import count
 import gradio as gr
 
 from ragblend.app.answering.highlight import (
-    MOST_CHARACTERS,
+    MAX_CHARACTERS,
     Highlight,
     cited_place,
     locate_source,
@@ -42,7 +42,7 @@ class Viewer:
             return open_document(library, str(event.document), page)
         message = self._services.chats.message(int(event.message))
         source, place = cited_place(message, int(event.number), str(event.at))
-        marked = locate_source(library, source, place, MOST_CHARACTERS // 2)
+        marked = locate_source(library, source, place, MAX_CHARACTERS // 2)
         if not marked.page_count:
             return marked
         shown = tuple(image for image in marked.pages if image.number == page)

@@ -69,7 +69,7 @@ RATIO_WORDS = (
     (0.6, "More exact, slower: much is re-read."),
     (1.0, "Exact, slowest: everything is re-read."),
 )
-MOST_EVENTS = 3000  # in one timeline: a long context on a deep model has tens of thousands
+MAX_EVENTS = 3000  # in one timeline: a long context on a deep model has tens of thousands
 
 
 class Views:
@@ -273,7 +273,7 @@ def timeline_of(timeline: Sequence[Sequence[Any]]) -> dict[str, Any]:
     totals = {part: trace.total_ms(part) for part in PART_COLOURS}
     return {
         "end": max(event.stop_ms for event in trace.events),
-        "shown": nlargest(MOST_EVENTS, trace.events, key=lambda event: event.duration_ms),
+        "shown": nlargest(MAX_EVENTS, trace.events, key=lambda event: event.duration_ms),
         "tracks": trace.tracks,
         "sums": "; ".join(f"{part} {milliseconds(total)}" for part, total in totals.items() if total),
         "parts": {event.part for event in trace.events},

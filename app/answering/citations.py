@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.support import (
-    LEAST_WORDS,
+    MIN_WORDS,
     SOURCE_NUMBERS,
     SupportingSpan,
     is_statement,
@@ -29,7 +29,7 @@ _UNFINISHED_END = re.compile(
 )  # white space, and a bracket that may become a citation
 _NUMBER = re.compile(r"\d+")
 _LINK_OR_CODE = re.compile(r"\S*(?:://|\]\()\S*|`[^`\n]*`")  # figures in these are not marked
-LEAST_WORDS_OF_MARK = 2  # the model's own number is less likely to be there by chance
+MIN_WORDS_OF_MARK = 2  # the model's own number is less likely to be there by chance
 DOUBT = "?"  # in a citation whose source does not support the sentence, and in brackets after an unsupported figure
 
 
@@ -226,7 +226,7 @@ def _model_citations(
         if document_numbers & numbers:
             continue
         words_before = text[words_start : match.start()]
-        claims = (text[start:stop], LEAST_WORDS), (words_before, LEAST_WORDS_OF_MARK)
+        claims = (text[start:stop], MIN_WORDS), (words_before, MIN_WORDS_OF_MARK)
         for number in map(int, _NUMBER.findall(match.group())):
             source = next((source for source in sources if source.number == number), None)
             spans = (_support(claim, source, least) for claim, least in claims) if source is not None else ()
@@ -250,7 +250,7 @@ def _matched_citation(
 
 
 def _support(
-    sentence: str, source: AnswerSource, least_words: int = LEAST_WORDS, before: str = ""
+    sentence: str, source: AnswerSource, least_words: int = MIN_WORDS, before: str = ""
 ) -> SupportingSpan | None:
     about = f"{source.document} {source.location}"
     return supporting_span(sentence, source.text, about, least_words, before)

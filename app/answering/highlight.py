@@ -24,7 +24,7 @@ from ragblend.app.library.tables import CELL_NAME
 from ragblend.kvstore.errors import DocumentError, LibraryError
 
 CONTEXT_CHARACTERS = 3000  # shown before and after the passage
-MOST_CHARACTERS = 400_000  # of text shown of an open document
+MAX_CHARACTERS = 400_000  # of text shown of an open document
 Place = tuple[int, int] | None  # (start, stop) in a source's text, in characters; None: all of it
 
 
@@ -100,7 +100,7 @@ def open_document(library: Library, document_id: str, page: int = 1) -> Highligh
         text = _document_text(document)
     except DocumentError as error:
         return Highlight(document.name, reason=str(error))
-    return Highlight(document.name, text=text[:MOST_CHARACTERS], cut_after=len(text) > MOST_CHARACTERS)
+    return Highlight(document.name, text=text[:MAX_CHARACTERS], cut_after=len(text) > MAX_CHARACTERS)
 
 
 def _is_pdf(document: Document) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Set
 from ragblend.app.library.registry import UnrelatedSimilarity
 from ragblend.app.library.word_search import WordMatch
 
-LEAST_RELEVANCE = 0.4  # the best passage has less for a question about other things
-LEAST_OF_BEST = 0.4  # of the best passage's relevance
-WORDS_WEIGHT, LEAST_WORDS = 0.3, 2  # one word may be shared by chance
+MIN_RELEVANCE = 0.4  # the best passage has less for a question about other things
+MIN_OF_BEST = 0.4  # of the best passage's relevance
+WORDS_WEIGHT, MIN_WORDS = 0.3, 2  # one word may be shared by chance
 
 
 def relevant_nodes(
@@ -33,16 +33,16 @@ def relevant_nodes(
         return relevant_nodes(known, words, unrelated) | _relevant_by_words(foreign, words)
     if unrelated is None:
         return set(scores)
-    scale = LEAST_RELEVANCE / max(unrelated.best - unrelated.typical, 0.01)
+    scale = MIN_RELEVANCE / max(unrelated.best - unrelated.typical, 0.01)
     relevances = {node: scale * (score - unrelated.typical) for node, score in scores.items()}
     for node, match in words.items():
-        if node in relevances and match.words >= LEAST_WORDS:
+        if node in relevances and match.words >= MIN_WORDS:
             relevances[node] += WORDS_WEIGHT * match.share
     always = {node for node in relevances if node in words and (words[node].is_exact or words[node].has_term)}
     best = max(relevances.values(), default=0.0)
-    if best < LEAST_RELEVANCE:
+    if best < MIN_RELEVANCE:
         return always
-    return always | {node for node, relevance in relevances.items() if relevance >= LEAST_OF_BEST * best}
+    return always | {node for node, relevance in relevances.items() if relevance >= MIN_OF_BEST * best}
 
 
 def _relevant_by_words(foreign: Set[str], words: Mapping[str, WordMatch]) -> set[str]:
@@ -52,5 +52,5 @@ def _relevant_by_words(foreign: Set[str], words: Mapping[str, WordMatch]) -> set
     return {
         node
         for node, match in matches
-        if match.is_exact or (match.words and match.share >= LEAST_OF_BEST * best)
+        if match.is_exact or (match.words and match.share >= MIN_OF_BEST * best)
     }

@@ -37,8 +37,8 @@ ALL_WORDS = 0.99  # the `WordMatch.share` of a passage with all words of the que
 RRF_CONSTANT = 60  # from the paper: the larger, the less the first ranks differ
 # A question is joined to the previous one if some passage is about as near to both together as to the previous one
 # alone, by these factors; after a change of topic none is. `python -m benchmarks.measure_search` has the table.
-LEAST_OF_BEFORE = 0.9
-LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" has no topic of its own
+MIN_OF_BEFORE = 0.9
+MIN_WITH_PRONOUN = 0.85  # "Translate that into German" has no topic of its own
 REFERRING_WORDS = PRONOUNS | {"that", "those", "her"}
 # Up to this many passages, the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
@@ -79,7 +79,7 @@ def search_in_stages(
     if previous:
         joined = f"{previous} {question}"
         earlier, both = rank(previous), rank(joined)
-        least = LEAST_OF_BEFORE if REFERRING_WORDS.isdisjoint(split_words(question)) else LEAST_WITH_PRONOUN
+        least = MIN_OF_BEFORE if REFERRING_WORDS.isdisjoint(split_words(question)) else MIN_WITH_PRONOUN
         if both and _nearest_score(both) >= least * _nearest_score(earlier):
             queries.append(joined)
             ranked.append(both)

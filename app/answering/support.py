@@ -26,11 +26,11 @@ from ragblend.app.library.tables import CELL_END
 from ragblend.engine.decoding.text import SENTENCE_END
 from ragblend.engine.prompts.figures import plain_numbers
 
-LEAST_SHARE = 0.8  # of the claim's words that must occur in the evidence
-LEAST_WORDS, MOST_WORDS = 3, 100  # of a claim: fewer match by chance, more are not a sentence
-MOST_NAMES = 0.25  # the share of a text's words with a capital; above it all nouns have one, as in German
-LEAST_ALIKE = 0.6  # of the letters of two words, from the first on, for them to be forms of one word
-MOST_STOP_WORDS = 0.25  # the share of stop words in a row of a table
+MIN_SHARE = 0.8  # of the claim's words that must occur in the evidence
+MIN_WORDS, MAX_WORDS = 3, 100  # of a claim: fewer match by chance, more are not a sentence
+MAX_NAMES = 0.25  # the share of a text's words with a capital; above it all nouns have one, as in German
+MIN_ALIKE = 0.6  # of the letters of two words, from the first on, for them to be forms of one word
+MAX_STOP_WORDS = 0.25  # the share of stop words in a row of a table
 SHORT_LINE = 0.5  # of the longest line's length: a shorter line (a heading, a cell) ends a sentence
 LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
 TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[$€£¥%]|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
@@ -158,7 +158,7 @@ class SupportingSpan:
 
 
 def supporting_span(
-    sentence: str, passage: str, about: str = "", least_words: int = LEAST_WORDS, before: str = ""
+    sentence: str, passage: str, about: str = "", least_words: int = MIN_WORDS, before: str = ""
 ) -> SupportingSpan | None:
     """The sentence of the passage that supports this one; None if none does.
 
@@ -206,7 +206,7 @@ def _span_of_record(sentence: str, passage: str, about: str) -> SupportingSpan |
         misses_fact = any(token.kind != "word" or token.stem in elsewhere for token in missing)
         if stems_by_relation["contradicts"] or not names_a_field or len(used) < 2:
             continue
-        if share < LEAST_SHARE or misses_fact:
+        if share < MIN_SHARE or misses_fact:
             continue
         if {token.stem for token in content if token.kind == "number"} <= known.union(*used):
             return SupportingSpan(record.start, record.stop, share)
@@ -324,7 +324,7 @@ def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan 
             clause = sentence[starts[first] : stops[last]]
             if last + 1 not in supported_from or (first, last) == (0, len(cuts)):
                 continue
-            if _count_words(_content(tokens(clause))) <= LEAST_WORDS or not is_statement(clause):
+            if _count_words(_content(tokens(clause))) <= MIN_WORDS or not is_statement(clause):
                 continue
             if (span := _span_of_sentence(clause, passage, about)) is not None:
                 supported_from.add(first)
@@ -345,7 +345,7 @@ def _span_of_sentence(sentence: str, passage: str, about: str, before: str = "")
     found = list[SupportingSpan]()
     for start, stop, evidence in _possible_evidence(passage):
         present = {token.stem for token in evidence}
-        if len(wanted & present) < LEAST_SHARE * len(wanted) / 2:  # too few, in whatever form
+        if len(wanted & present) < MIN_SHARE * len(wanted) / 2:  # too few, in whatever form
             continue
         known = (
             _stems(about)
@@ -364,12 +364,12 @@ def _span_of_sentence(sentence: str, passage: str, about: str, before: str = "")
         if persons and persons.isdisjoint(present | known):
             continue
         share = _supported_share(claim, evidence, known, elsewhere)
-        if share >= LEAST_SHARE:
+        if share >= MIN_SHARE:
             found.append(SupportingSpan(start, stop, share))
     return max(found, key=lambda span: (span.share, span.start - span.stop), default=None)
 
 
-def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
+def is_statement(sentence: str, least_words: int = MIN_WORDS) -> bool:
     """Whether a sentence says something that evidence could support.
 
     With fewer words it would match by chance, and names alone say nothing.
@@ -377,7 +377,7 @@ def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
     words = tokens(sentence)
     # The first word has a capital, whether it is a name or not.
     says_something = any(token.kind != "name" for token in _content(words[1:]))
-    return says_something and least_words <= _count_words(_content(words)) <= MOST_WORDS
+    return says_something and least_words <= _count_words(_content(words)) <= MAX_WORDS
 
 
 def names(text: str) -> list[str]:
@@ -392,7 +392,7 @@ def names(text: str) -> list[str]:
             for match in words
             if match.group()[0].isupper() and folded(match.group()) not in STOP_WORDS | UNIT_STEMS.keys()
         ]
-    return list(dict.fromkeys(found)) if len(found) <= MOST_NAMES * word_count else []
+    return list(dict.fromkeys(found)) if len(found) <= MAX_NAMES * word_count else []
 
 
 def _is_part_of_code(text: str, match: re.Match[str]) -> bool:
@@ -623,7 +623,7 @@ def _may_be_row(line: str) -> bool:
     """
     if not line or line[0].islower() or line[-1] in ".,;:!?-" or not any(map(str.isdigit, line)):
         return False
-    return stop_word_share(line) < MOST_STOP_WORDS
+    return stop_word_share(line) < MAX_STOP_WORDS
 
 
 def _supported_share(
@@ -673,7 +673,7 @@ def _are_forms_of_one_word(word: str, other: str) -> bool:
     common_letters = sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False))
     )
-    share_beginning = common_letters >= LEAST_ALIKE * max(len(word), len(other))
+    share_beginning = common_letters >= MIN_ALIKE * max(len(word), len(other))
     return common_letters >= 3 and (share_beginning or sorted(word) == sorted(other))
 
 

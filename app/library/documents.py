@@ -13,7 +13,7 @@ from pathlib import Path
 ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
 # Control characters, and those that change the writing direction of the rest of a line.
 CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-MOST_NAMED = 10  # pages or files that one note names
+MAX_NAMED = 10  # pages or files that one note names
 SCANNED = "it is probably scanned"  # in the reason why such a document failed
 
 
@@ -130,8 +130,8 @@ def node_id(document: str, index: int, text: str) -> str:
 
 def shortened(names: Sequence[str]) -> str:
     """A list for use in a sentence: the first ten names, and how many more there are."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _digest(*parts: str) -> str:

@@ -19,12 +19,12 @@ DECLARED = re.compile(
     rb"""(?:<meta[^>]*?charset|<\?xml[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE
 )
 # In UTF-8, at most this share of the characters beyond ASCII may be broken.
-MOST_BROKEN = 0.1
+MAX_BROKEN = 0.1
 REPLACEMENT = "\ufffd"
 # A short Windows text with a euro sign may look like a DOS one. If chardet's confidence is below this, and its guess
 # among the web's encodings is one of these, that is used: 16 of 25 short lines are right instead of 9, and 95 files of
 # chardet's own corpus instead of 97.
-LEAST_SURE = 0.1
+MIN_SURE = 0.1
 WINDOWS_LATIN = {"Windows-1250", "Windows-1252", "Windows-1254"}
 
 
@@ -58,7 +58,7 @@ def _decode_broken_utf8(data: bytes, notes: list[str]) -> str | None:
     text = data.decode("utf-8-sig", errors="replace")
     broken = text.count(REPLACEMENT)
     non_ascii = sum(letter > "\x7f" for letter in text)
-    if broken > MOST_BROKEN * non_ascii:
+    if broken > MAX_BROKEN * non_ascii:
         return None
     notes.append(f"{broken} bytes that are not UTF-8 were replaced by {REPLACEMENT}")
     return text.replace("\0", "")
@@ -70,7 +70,7 @@ def _decode_by_guess(data: bytes, path: Path, notes: list[str]) -> str:
 
     found = detect(data)
     encoding = found["encoding"]
-    if found["confidence"] < LEAST_SURE:
+    if found["confidence"] < MIN_SURE:
         of_web = detect(data, encoding_era=EncodingEra.MODERN_WEB)["encoding"]
         encoding = of_web if of_web in WINDOWS_LATIN else encoding
     if encoding is None:

@@ -31,7 +31,7 @@ LIST_TYPES |= {"lowerroman": "lowerRoman", "upperroman": "upperRoman"}
 SUPERSCRIPT = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋")
 CELLS = {"td", "th"}
-MOST_SPANNED = 1000  # rows or columns, by one cell
+MAX_SPANNED = 1000  # rows or columns, by one cell
 CONTINUES_ABOVE = "^"  # our own value of rowspan: the cell continues the one above it, as in DOCX
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 SUPER_OR_SUB = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
@@ -268,7 +268,7 @@ def _begins_item(paragraph: Any) -> bool:
 def _further_span(cell: Any, attribute: str) -> int:
     """How many further rows or columns a cell spans."""
     digits = re.match(r"\d{1,4}", cell.attributes.get(attribute) or "")
-    return min(int(digits[0]), MOST_SPANNED) - 1 if digits else 0
+    return min(int(digits[0]), MAX_SPANNED) - 1 if digits else 0
 
 
 def _with_operators(tag: str, arguments: list[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
 SAMPLED_PASSAGES = 200
-LEAST_WORDS = 10  # of a text, to judge its language
+MIN_WORDS = 10  # of a text, to judge its language
 NOTICE = (
     "Many documents in {collection!r} are not in English, which is the only language that the bundled embedder knows: "
     "passages are found by their words, hardly by their meaning. A multilingual embedder finds both, such as "
@@ -32,6 +32,6 @@ def knows_language(workspace: Workspace) -> bool:
 
 def is_english(text: str) -> bool:
     """Whether a text is in English; also true for a table, and for a text that is too short to tell."""
-    if not prose_words(text) or len(words_without_numbers(text)) < LEAST_WORDS:
+    if not prose_words(text) or len(words_without_numbers(text)) < MIN_WORDS:
         return True
     return ENGLISH in languages_of_prose(text)

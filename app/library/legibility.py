@@ -14,12 +14,12 @@ from ragblend.app.library.encodings import REPLACEMENT
 
 MIN_COUNT = 50  # of visible characters, and of pairs of letters: a shorter text is not judged
 MIN_WORDS = 20
-MOST_NO_TEXT = 0.1  # of visible characters: control and private-use characters, unassigned or replaced ones
-MOST_CHANGES = 0.25  # of pairs of neighbouring letters: from one script to another
-FEWEST_VOWELS, MOST_WITHOUT_VOWELS = 0.25, 0.15  # of the letters, and of the words, in Latin letters
-MOST_GLUED = 0.5  # of the letters: those in long runs without any space
-LONGEST_WORD, FEWEST_RUNS = 40, 2  # a single German word may have more letters
-FEWEST_LETTERS = 10  # different letters in a run of words; a DNA sequence has four
+MAX_NO_TEXT = 0.1  # of visible characters: control and private-use characters, unassigned or replaced ones
+MAX_CHANGES = 0.25  # of pairs of neighbouring letters: from one script to another
+MIN_VOWELS, MAX_WITHOUT_VOWELS = 0.25, 0.15  # of the letters, and of the words, in Latin letters
+MAX_GLUED = 0.5  # of the letters: those in long runs without any space
+LONGEST_WORD, MIN_RUNS = 40, 2  # a single German word may have more letters
+MIN_LETTERS = 10  # different letters in a run of words; a DNA sequence has four
 LOST_CATEGORIES = {"Cc", "Cn", "Co", "Cs"}
 VOWELS = set("aeiouyæøœıəɛɔ")
 WORD = re.compile(r"[^\W\d_]{4,25}")
@@ -42,7 +42,7 @@ def _has_lost_characters(text: str) -> bool:
     counts = Counter(text)
     visible = sum(count for character, count in counts.items() if not character.isspace())
     lost = sum(count for character, count in counts.items() if _is_lost(character))
-    return visible >= MIN_COUNT and lost > MOST_NO_TEXT * visible
+    return visible >= MIN_COUNT and lost > MAX_NO_TEXT * visible
 
 
 def _changes_scripts(text: str) -> bool:
@@ -50,7 +50,7 @@ def _changes_scripts(text: str) -> bool:
     counts = Counter(pairwise(text)).items()
     pairs = Counter({pair: count for pair, count in counts if "".join(pair).isalpha()})
     changes = sum(count for (one, other), count in pairs.items() if _script(one) != _script(other))
-    return pairs.total() >= MIN_COUNT and changes > MOST_CHANGES * pairs.total()
+    return pairs.total() >= MIN_COUNT and changes > MAX_CHANGES * pairs.total()
 
 
 def _lacks_vowels(text: str) -> bool:
@@ -61,15 +61,15 @@ def _lacks_vowels(text: str) -> bool:
         return False  # commands and names in a text of another script
     vowels = sum(count for letter, count in letters.items() if _base(letter) in VOWELS)
     without = sum(VOWELS.isdisjoint(map(_base, word)) for word in words)
-    return vowels < FEWEST_VOWELS * letters.total() and without > MOST_WITHOUT_VOWELS * len(words)
+    return vowels < MIN_VOWELS * letters.total() and without > MAX_WITHOUT_VOWELS * len(words)
 
 
 def _lacks_spaces(text: str) -> bool:
     """Whether words have no spaces between them, in a script that has spaces: the PDF places each letter alone."""
     runs = [run for run in RUN.findall(text) if _script(run[0]) not in WITHOUT_SPACES and _is_plain(run)]
-    words = [run for run in runs if len(set(run)) >= FEWEST_LETTERS]
-    are_most_letters = sum(map(len, words)) > MOST_GLUED * sum(map(str.isalpha, text))
-    return len(set(words)) >= FEWEST_RUNS and are_most_letters
+    words = [run for run in runs if len(set(run)) >= MIN_LETTERS]
+    are_most_letters = sum(map(len, words)) > MAX_GLUED * sum(map(str.isalpha, text))
+    return len(set(words)) >= MIN_RUNS and are_most_letters
 
 
 def _is_plain(word: str) -> bool:

@@ -21,7 +21,7 @@ from ragblend.app.library.sandbox import OnPage
 # Of a page in the viewer: pixels, pixels, pixels per point.
 MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0
 MAX_PICTURE_SIDE = 4000  # of a page for text recognition: pixels of the longer side
-MOST_PAGES = 50  # on which a passage is searched, at most
+MAX_PAGES = 50  # on which a passage is searched, at most
 Span = tuple[int, int]
 PAGE = re.compile(r"^p\. (.+?)(?: – p\. (.+))?$")
 
@@ -84,12 +84,12 @@ def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
     """The runs of pages (from 1) that a location may mean: several if its label occurs several times."""
     named = PAGE.match(location)
     if named is None:
-        return [list(range(1, len(labels) + 1))] if len(labels) <= MOST_PAGES else []
+        return [list(range(1, len(labels) + 1))] if len(labels) <= MAX_PAGES else []
     first, last = named.group(1), named.group(2) or named.group(1)
     starts = [n for n, label in enumerate(labels, start=1) if label == first]
     stops = [n for n, label in enumerate(labels, start=1) if label == last]
     ends = {start: min((stop for stop in stops if stop >= start), default=start) for start in starts}
-    return [list(range(start, stop + 1)) for start, stop in ends.items() if stop - start < MOST_PAGES]
+    return [list(range(start, stop + 1)) for start, stop in ends.items() if stop - start < MAX_PAGES]
 
 
 def _page_images(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for all pages; `sandbox` limits the time of one page
 PRINT_ADVICE = "Open it in a viewer and save or print it to a new PDF."
-FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # words of a page that is judged; share of them with one or two letters
+MIN_WORDS, MAX_SINGLE = 50, 0.8  # words of a page that is judged; share of them with one or two letters
 WRAPPED = re.compile("[\ufffe\x02]")  # what pdfium gives for a hyphen at the end of a line
 REAL_HYPHEN = re.compile(
     "\ufffe(?=\\d|[A-Z](?![A-Z]))|(?<![A-Z])\ufffe(?=[A-Z])"
@@ -120,7 +120,7 @@ def _is_unreadable(text: str | None) -> bool:
     """Whether a page's text is empty, or has spaces between letters, as pdfium puts them for fonts without widths."""
     words = re.findall(r"[^\W\d_]+", text or "")
     single = sum(len(word) <= 2 and word.isascii() for word in words)
-    is_spaced_out = len(words) >= FEWEST_WORDS and single > MOST_SINGLE * len(words)
+    is_spaced_out = len(words) >= MIN_WORDS and single > MAX_SINGLE * len(words)
     return is_spaced_out or not any(map(str.isprintable, text or ""))
 
 

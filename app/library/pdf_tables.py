@@ -16,9 +16,9 @@ from ragblend.app.library.tables import has_subheader, rows_as_text, with_merged
 
 # On a page: points are ends of lines and corners of boxes, of which a table of two by two has 12; two columns have
 # three edges. With more points or crossings it is a drawing or squared paper, and pdfplumber would look at all of them.
-LEAST_POINTS, MOST_POINTS, LEAST_EDGES, MOST_CROSSINGS = 12, 4000, 3, 4000
-LEAST_LENGTH = 5  # of an edge, in typographic points
-LEAST_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
+MIN_POINTS, MAX_POINTS, MIN_EDGES, MAX_CROSSINGS = 12, 4000, 3, 4000
+MIN_LENGTH = 5  # of an edge, in typographic points
+MIN_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
 TRIMMED_SIGNS = frozenset(" \t") | HYPHENS
 
 
@@ -71,17 +71,17 @@ class TableFinder:
         with closing(self._document[number]) as page:
             for rule in page.get_objects(filter=[raw.FPDF_PAGEOBJ_PATH]):
                 ends = raw.FPDFPath_CountSegments(rule)
-                points, of_grids = points + ends, of_grids + (ends if ends >= LEAST_POINTS else 0)
+                points, of_grids = points + ends, of_grids + (ends if ends >= MIN_POINTS else 0)
                 left, bottom, right, top = rule.get_bounds()
-                if top - bottom >= LEAST_LENGTH:
+                if top - bottom >= MIN_LENGTH:
                     edges |= {round(left), round(right)}
-                if right - left >= LEAST_LENGTH:
+                if right - left >= MIN_LENGTH:
                     levels |= {round(bottom), round(top)}
                 # A path of many lines is taken to have as many across as down.
                 crossings = len(edges) * len(levels) + (of_grids // 4) ** 2
-                if points > MOST_POINTS or crossings > MOST_CROSSINGS:
+                if points > MAX_POINTS or crossings > MAX_CROSSINGS:
                     return False
-        return points >= LEAST_POINTS and (of_grids > 0 or len(edges) >= LEAST_EDGES)
+        return points >= MIN_POINTS and (of_grids > 0 or len(edges) >= MIN_EDGES)
 
     def _find_tables(self, number: int) -> list[PageTable]:
         import pdfplumber
@@ -189,7 +189,7 @@ def _is_table(rows: list[list[str]], cells: int) -> bool:
     return (
         sum(map(any, rows)) > 1
         and len(rows[0]) > 1
-        and len(texts) >= LEAST_FILLED * cells
+        and len(texts) >= MIN_FILLED * cells
         and max(map(len, texts)) <= CELL_CHARACTERS  # else the lines are the page's layout
     )
 

@@ -9,7 +9,7 @@ from ragblend.integrations.embeddings import BUNDLED
 
 # By a part of the embedder's name. Valid for documents in a language that the embedder knows.
 RECORDED = {BUNDLED: UnrelatedSimilarity(0.12, 0.49)}
-MEASURED_PASSAGES, LEAST_PASSAGES = 40, 20  # at most, at least
+MEASURED_PASSAGES, MIN_PASSAGES = 40, 20  # at most, at least
 UNRELATED_QUESTIONS = (
     "Who won the football match?", "How do I boil an egg?", "What is the square root of nine?", "Hello, how are you?",
     "Which vitamins are in spinach?", "Who painted the Mona Lisa?", "Is it raining today?", "Tell me a joke.",
@@ -32,7 +32,7 @@ def measure_similarity(workspace: Workspace) -> None:
     library, collection = workspace.library, workspace.settings.collection
     known, count = library.embedder(collection), library.count_passages(collection)
     is_measured = known is not None and count < 2 * known.measured
-    if is_measured or count < LEAST_PASSAGES:
+    if is_measured or count < MIN_PASSAGES:
         return
     if recorded_similarity(workspace.embedder.name) is not None and knows_language(workspace):
         return

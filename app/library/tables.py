@@ -39,8 +39,8 @@ UNCOMPUTED = re.compile(
 COMMENTS = re.compile(r"xl/(?:threaded)?comments", re.IGNORECASE)
 UNUSED_CHARACTER = "\x1f"  # a delimiter that no table has
 # Tables within documents: in a table of two columns the first names the second; a single row needs no names.
-LEAST_COLUMNS, LEAST_ROWS = 3, 2
-MOST_NAME = 40  # characters of a column's name
+MIN_COLUMNS, MIN_ROWS = 3, 2
+MAX_NAME = 40  # characters of a column's name
 CELL_NAME = re.compile(r"[^\n:]+: ")  # the column's name before a value
 CELL_END = re.compile(r"(?<!\S)\|(?!\S)")  # a bar that separates two cells
 DATE = re.compile(r"\d{1,4}([-./])\d{1,2}\1\d{2,4}([T ][\d:.]+Z?)?")
@@ -181,10 +181,10 @@ def _first_row_has_names(rows: Sequence[Sequence[str]], has_header: bool) -> boo
 
     has_header: the document marks a header; else figures must be frequent in a column below.
     """
-    if len(rows) <= LEAST_ROWS or len(rows[0]) < LEAST_COLUMNS:
+    if len(rows) <= MIN_ROWS or len(rows[0]) < MIN_COLUMNS:
         return False
     header, *rest = rows
-    if len(set(header)) < len(header) or not all(header[1:]) or max(map(len, header)) > MOST_NAME:
+    if len(set(header)) < len(header) or not all(header[1:]) or max(map(len, header)) > MAX_NAME:
         return False
     columns = list(zip(*rest, strict=True))
     if not all(map(any, columns)):  # a name without a value would be lost

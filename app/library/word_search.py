@@ -17,7 +17,7 @@ from ragblend.kvstore.errors import LibraryError
 log = logging.getLogger("ragblend")
 # Text in any kind of quotation marks.
 QUOTED = re.compile('"([^"]+)"|“([^”]+)”|„([^“”]+)[“”]|«([^»]+)»|»([^«]+)«|「([^」]+)」|『([^』]+)』')
-MOST_WORDS = 100  # of a question that are searched
+MAX_WORDS = 100  # of a question that are searched
 # Words of English questions about any subject: "How long does it take?", "What does it mean?"
 QUESTION_WORDS = frozenset("long often take takes mean means".split())  # noqa: SIM905
 LONG_WORD, ENDING = 7, 2  # letters
@@ -121,7 +121,7 @@ def _scores(
     indexed = zip(
         split_words(question), *(indexed_words(each, question) for each in collections), strict=True
     )
-    for plain, *words in list(dict.fromkeys(indexed))[:MOST_WORDS]:  # a word, as each collection indexes it
+    for plain, *words in list(dict.fromkeys(indexed))[:MAX_WORDS]:  # a word, as each collection indexes it
         if plain in ignored:
             continue
         forms, having = _forms(library, plain, words)
@@ -170,7 +170,7 @@ def _with_exact_parts(library: Library, collections: Sequence[str], question: st
     return {
         number
         for collection in collections
-        for part in exact_parts(question)[:MOST_WORDS]
+        for part in exact_parts(question)[:MAX_WORDS]
         for number in library.column(query, f'"{" ".join(indexed_words(collection, part))}"', count)
     }
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragblend.app.serve.bodies import MOST_MESSAGES, Body, ChatBody, Count, Items, OwnOptions
+from ragblend.app.serve.bodies import MAX_MESSAGES, Body, ChatBody, Count, Items, OwnOptions
 from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond_to_chat, usage_and_kv
 from ragblend.app.serve.errors import ApiError, Dialect
 from ragblend.kvstore.errors import UsageError
@@ -65,7 +65,7 @@ class MessagesBody(OwnOptions):
 
     model: str
     max_tokens: Count
-    messages: Annotated[Items[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[Items[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Items[dict[str, Any]] | None = None
     stop_sequences: Items[str] | None = None
     stream: bool | None = None

@@ -37,10 +37,10 @@ IGNORED_IN_MESSAGES = frozenset((
     "status", "thinking", "thinking_blocks", "token_ids", "usage", "usage_metadata",
 ))  # fmt: skip
 IGNORED_PARTS = ("refusal", "thinking", "redacted_thinking", "reasoning")
-MOST_MESSAGES = 10_000
-MOST_CHOICES = 8
-MOST_TEXTS = 2048
-MOST_FIELDS = 200
+MAX_MESSAGES = 10_000
+MAX_CHOICES = 8
+MAX_TEXTS = 2048
+MAX_FIELDS = 200
 _ANY_JSON = TypeAdapter(Any)
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -64,8 +64,8 @@ class Body(BaseModel):
         """Refuse lone surrogates, which JSON allows but no tokenizer, and NaN, which only Python's JSON allows."""
         if not isinstance(values, dict):  # not a JSON object: pydantic refuses it later
             return values
-        if len(values) > MOST_FIELDS:  # each unknown field would be reported as an error
-            raise ValueError(f"it has more than {MOST_FIELDS} fields")
+        if len(values) > MAX_FIELDS:  # each unknown field would be reported as an error
+            raise ValueError(f"it has more than {MAX_FIELDS} fields")
         try:
             json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
@@ -136,7 +136,7 @@ class CompletionOptions(OwnOptions):
     repetition_penalty: float | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     seed: Int64 | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
@@ -200,7 +200,7 @@ class MessageBody(Body):
 class ChatBody(CompletionOptions):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[Items[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[Items[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -229,7 +229,7 @@ class ChatBody(CompletionOptions):
 class CompletionBody(CompletionOptions):
     """`/v1/completions`: text to continue, without a chat template."""
 
-    prompt: NonEmptyText | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MOST_CHOICES)]
+    prompt: NonEmptyText | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CHOICES)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: Literal[""] | None = None
 
@@ -241,7 +241,7 @@ class CompletionBody(CompletionOptions):
 class ResponsesBody(CompletionOptions):
     """`/v1/responses`: a chat with other field names. Nothing is stored, so earlier responses cannot be referred to."""
 
-    input: NonEmptyText | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: NonEmptyText | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: TokenLimit = None
     text: dict[str, Any] | None = None
@@ -296,7 +296,7 @@ class EmbeddingBody(Body):
     """`/v1/embeddings`; token ids are refused, because they would be another tokenizer's."""
 
     model: str
-    input: NonEmptyText | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MOST_TEXTS)]
+    input: NonEmptyText | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: Any = None
@@ -315,7 +315,7 @@ class AskBody(Body):
     question: NonEmptyText
     collection: str | None = None
     collections: Annotated[list[str], Field(max_length=100)] | None = None
-    history: Annotated[Items[HistoryMessage], Field(max_length=MOST_MESSAGES)] = []
+    history: Annotated[Items[HistoryMessage], Field(max_length=MAX_MESSAGES)] = []
     mode: Literal["documents", "chat"] = "documents"
     method: str | None = None
     ratio: float | Literal["auto"] | None = None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(prefix="/v1")
 DEFAULT_MAX_TOKENS = 1024  # of an answer, if neither the request nor the settings have a limit
-LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True)
@@ -349,5 +349,5 @@ def _text_logprobs(completed: CompletedChoice) -> dict[str, Any] | None:
 
 
 def _finite(token: dict[str, Any]) -> dict[str, Any]:
-    top = [each | {"logprob": max(each["logprob"], LEAST_LOGPROB)} for each in token["top_logprobs"]]
-    return token | {"logprob": max(token["logprob"], LEAST_LOGPROB), "top_logprobs": top}
+    top = [each | {"logprob": max(each["logprob"], MIN_LOGPROB)} for each in token["top_logprobs"]]
+    return token | {"logprob": max(token["logprob"], MIN_LOGPROB), "top_logprobs": top}

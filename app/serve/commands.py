@@ -16,7 +16,7 @@ from typing import Any
 
 from ragblend import __version__
 from ragblend.app.cli.common import CommandHost, Terminal, run_forwarded
-from ragblend.app.remote import MOST_BYTES, SOCKET_NAME, JsonChannel
+from ragblend.app.remote import MAX_BYTES, SOCKET_NAME, JsonChannel
 from ragblend.app.services import AppServices
 from ragblend.app.system import is_same_user, limit_sending, listen_in
 from ragblend.kvstore.errors import RagBlendError
@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_S = 10.0
 REQUEST_FIELDS = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
 STOP_TIMEOUT_S = 30.0
 RETRY_S = 0.1  # after a connection could not be accepted, for example because too many files are open
-MOST_CHARACTERS = MOST_BYTES // 16  # of one line: JSON escapes a character in up to 12 bytes
+MAX_CHARACTERS = MAX_BYTES // 16  # of one line: JSON escapes a character in up to 12 bytes
 SEND_TIMEOUT_S = 60  # a terminal that reads nothing this long (suspended, say) would block writers: drop it
 
 
@@ -211,8 +211,8 @@ class _RemoteStream(io.TextIOBase):
         self._terminal, self._kind, self._is_terminal = terminal, kind, is_terminal
 
     def write(self, text: str) -> int:
-        for start in range(0, len(text), MOST_CHARACTERS):
-            self._terminal.send(self._kind, text[start : start + MOST_CHARACTERS])
+        for start in range(0, len(text), MAX_CHARACTERS):
+            self._terminal.send(self._kind, text[start : start + MAX_CHARACTERS])
         return len(text)
 
     def isatty(self) -> bool:

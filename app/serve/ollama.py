@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import (
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     Body,
     ChatBody,
     CompletionBody,
@@ -160,7 +160,7 @@ class OllamaMessage(Body):
 class OllamaChatBody(OllamaAnswerBody):
     """`/api/chat`."""
 
-    messages: Annotated[Items[OllamaMessage], Field(max_length=MOST_MESSAGES)] = Field(default_factory=list)
+    messages: Annotated[Items[OllamaMessage], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
     tools: Items[dict[str, Any]] | None = None
 
     def to_chat_body(self) -> ChatBody:

@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragblend.app.serve.bodies import MOST_TEXTS, Body, Count, Items, NonEmptyText
+from ragblend.app.serve.bodies import MAX_TEXTS, Body, Count, Items, NonEmptyText
 from ragblend.app.serve.errors import ApiError, json_response
 from ragblend.app.serve.service import client_of, is_named, service_of, until_disconnected
 from ragblend.engine.scheduling.queue import Cancel
@@ -27,7 +27,7 @@ class RerankBody(Body):
 
     model: str
     query: NonEmptyText
-    documents: Annotated[Items[NonEmptyText | RerankDocument], Field(min_length=1, max_length=MOST_TEXTS)]
+    documents: Annotated[Items[NonEmptyText | RerankDocument], Field(min_length=1, max_length=MAX_TEXTS)]
     top_n: Count | None = None
     return_documents: bool = True
 

@@ -17,7 +17,7 @@ from ragblend.measuring.data import Question
 QUESTIONS = 60  # fewer are too few to tell methods apart
 PASSAGES = 6
 SHORTEST_WORDS, LONGEST_WORDS = 8, 45
-LEAST_LEFT_WORDS = 6  # words of a sentence beside the answer
+MIN_LEFT_WORDS = 6  # words of a sentence beside the answer
 MAX_OCCURRENCES = 2  # sentences that may contain the answer
 SHORTEST_NAME = 4  # letters
 NAME_GAP, ANSWER_GAP = "____", "[...]"
@@ -105,9 +105,7 @@ def _sentence(place: int, text: str, phrases: Counter[str], ordinary: set[str]) 
     likely = [each for each in (*_NUMBER.findall(text), *names) if phrases[each] <= MAX_OCCURRENCES]
     rare = [word for word in _RARE.findall(text) if phrases[word] == 1 and word.islower()]
     fit = (
-        each
-        for each in likely or rare[:1]
-        if len(_replace_phrase(text, each, "").split()) >= LEAST_LEFT_WORDS
+        each for each in likely or rare[:1] if len(_replace_phrase(text, each, "").split()) >= MIN_LEFT_WORDS
     )
     return Sentence(place, text, tuple(names), tuple(dict.fromkeys(fit)))
 

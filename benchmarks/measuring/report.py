@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ragblend.measuring.plots import plot_quality
 from ragblend.measuring.records import Row, write_json
-from ragblend.measuring.result_tables import FEWEST_PROMPTS, matrix_table, quality_tables
+from ragblend.measuring.result_tables import MIN_PROMPTS, matrix_table, quality_tables
 
 TEMPLATE = Path(__file__).with_name("report.html")
 FILES = {"json": "quality.json", "png": "quality.png", "html": "report.html"}
@@ -64,9 +64,9 @@ def _setting(where: Row, what: Row) -> str:
 def warnings(rows: Sequence[Row], what: Row) -> list[str]:
     """Warnings for readers of the numbers."""
     found = []
-    if what["questions"] < FEWEST_PROMPTS:
+    if what["questions"] < MIN_PROMPTS:
         found.append(
-            f"{what['questions']} prompts are too few to compare methods; measure {FEWEST_PROMPTS} or more."
+            f"{what['questions']} prompts are too few to compare methods; measure {MIN_PROMPTS} or more."
         )
     if what["skipped"]:
         named = "; ".join(each["reason"] for each in what["skipped"][:5])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MEBIBYTE = 1 << 20
-FEWEST_PROMPTS = 60  # with fewer the report warns that they are too few
+MIN_PROMPTS = 60  # with fewer the report warns that they are too few
 UNDEFINED = "–"
 TEXT_COLUMNS = ("task", "method", "against", "verdict")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
 
 ROUND_QUESTIONS = 4
-FEWEST_QUESTIONS = 6  # with fewer, an interval says nothing
+MIN_QUESTIONS = 6  # with fewer, an interval says nothing
 ANSWER_TOKENS = 16
 EQUALLY_GOOD = 1.1  # up to so many times the lowest divergence counts as equally good
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
@@ -57,8 +57,8 @@ def check_request(minutes: float, limit: int | None) -> None:
     """Raise UsageError if the time or the number of questions is too small to choose by."""
     if not (math.isfinite(minutes) and minutes > 0):
         raise UsageError(f"--minutes is {minutes:g}; it must be a number above 0, such as 15")
-    if limit is not None and limit < FEWEST_QUESTIONS:
-        raise UsageError(f"--limit is {limit}; {FEWEST_QUESTIONS} questions are the fewest to choose by")
+    if limit is not None and limit < MIN_QUESTIONS:
+        raise UsageError(f"--limit is {limit}; {MIN_QUESTIONS} questions are the fewest to choose by")
 
 
 def current_variant(method: str, ratio: float | str) -> Variant:
@@ -111,9 +111,9 @@ def find_best(
     Records in the journal are not measured again. The question under way is finished. progress counts seconds, since
     the number of questions is not known in advance. Raises UsageError if too few questions are given or measured.
     """
-    if len(questions) < FEWEST_QUESTIONS:
+    if len(questions) < MIN_QUESTIONS:
         raise UsageError(
-            f"Tuning: there are {len(questions)} questions; {FEWEST_QUESTIONS} are the fewest to choose by. Give more."
+            f"Tuning: there are {len(questions)} questions; {MIN_QUESTIONS} are the fewest to choose by. Give more."
         )
     begun = clock()
     remaining, asked, is_warm = list(variants), list[Question](), False
@@ -143,11 +143,11 @@ def find_best(
             dropped[variant] = summarise(journal.records, asked, [variant], seed)[0][0]
             remaining.remove(variant)
     spent = clock() - begun
-    if len(asked) < FEWEST_QUESTIONS:
+    if len(asked) < MIN_QUESTIONS:
         n = len(asked)
         each = f"one took {spent / n:.0f} s" if n else f"the first was not done after {spent:.0f} s"
         raise UsageError(
-            f"Tuning: {n} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). The "
+            f"Tuning: {n} questions were measured, and {MIN_QUESTIONS} are the fewest to choose by ({each}). The "
             "measurements are kept; run the same command again with more --minutes."
         )
     rows, _ = summarise(journal.records, asked, remaining, seed)
@@ -162,7 +162,7 @@ def _clearly_worse(
 
     The current variant is kept to the end.
     """
-    if len(asked) < FEWEST_QUESTIONS:
+    if len(asked) < MIN_QUESTIONS:
         return []
     records = {
         each: [journal.records[question.digest, each.method, each.ratio] for question in asked]

@@ -17,7 +17,7 @@ from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 MAX_CLOSING_TOKENS = 512  # an ending is searched for at least this far ahead
 # Limits of the search for the end of one value: its length, the states of each length, and the length after which it
 # stops if all states allow the same tokens.
-MOST_TOKENS, MOST_STATES, GIVE_UP_TOKENS = 64, 8, 4
+MAX_TOKENS, MAX_STATES, GIVE_UP_TOKENS = 64, 8, 4
 # Characters that may end a value, the fastest first. Only in a string that cannot be closed yet, a blank is allowed.
 _ENDING_CHARS = ' }]",:0123456789ntf-[{'
 _CLOSING_CHARS = '"}],'
@@ -197,8 +197,8 @@ class ShortestEnding:
                 return list(path)
             searched[length] += 1
             if (
-                length > MOST_TOKENS
-                or searched[length] > MOST_STATES
+                length > MAX_TOKENS
+                or searched[length] > MAX_STATES
                 or (length >= GIVE_UP_TOKENS and len(masks) == 1)
             ):
                 continue

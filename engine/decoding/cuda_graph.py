@@ -14,7 +14,7 @@ from ragblend.engine.decoding.direct import DirectDecode, PassInput
 from ragblend.engine.decoding.packed_weights import PackedWeights
 from ragblend.engine.model.decoder import Decoder, TransformersDecoder
 from ragblend.engine.model.device import record_calls
-from ragblend.engine.scheduling.order import MOST_BEGUN
+from ragblend.engine.scheduling.order import MAX_BEGUN
 
 log = logging.getLogger("ragblend")
 
@@ -79,7 +79,7 @@ class CudaGraphDecode(DirectDecode):
         if count not in recordings or recordings[count].buffers != buffers:
             recordings.pop(count, None)  # frees its memory for the new one
             recordings[count] = self._record(cache, begin, count, buffers)
-            while len(self._recordings) > MOST_BEGUN:  # a session's cache outlives its answer
+            while len(self._recordings) > MAX_BEGUN:  # a session's cache outlives its answer
                 self._recordings.pop(next(iter(self._recordings)))
         return recordings[count]
 

@@ -30,7 +30,7 @@ from ragblend.engine.decoding.packed_weights import (
 )
 from ragblend.engine.model.decoder import FULL, Decoder, TransformersDecoder, constant_rope_tokens
 from ragblend.engine.model.rope import HALF
-from ragblend.engine.scheduling.order import MOST_BEGUN
+from ragblend.engine.scheduling.order import MAX_BEGUN
 
 Product = Callable[[Tensor], Tensor]
 PassInput = tuple[FusedCache, Sequence[int]]  # a cache, and the token ids to append to it
@@ -117,7 +117,7 @@ class DirectDecode:
     """Runs a decoder's layers itself. Weights that are not packed are shared with the decoder."""
 
     guessed_tokens: ClassVar[int] = 3
-    max_together: ClassVar[int] = MOST_BEGUN
+    max_together: ClassVar[int] = MAX_BEGUN
 
     def __init__(self, decoder: TransformersDecoder, packed: PackedWeights) -> None:
         """decoder: one that `supports` accepts."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 WINDOW = 32  # how many requests may overtake one: RAGCache §6
-MOST_BEGUN = 8  # concurrent answers; more would stream slower than people read
+MAX_BEGUN = 8  # concurrent answers; more would stream slower than people read
 LOAD_COST = 0.05  # the time to load a token as a share of the time to compute one: docs/load.md
 LEAD_S = 2.0  # device time that a client may be ahead of a waiting one
 
@@ -55,7 +55,7 @@ class RequestOrder:
         self,
         budget_bytes: int | None = None,
         window: int = WINDOW,
-        most_begun: int = MOST_BEGUN,
+        most_begun: int = MAX_BEGUN,
         lead_s: float = LEAD_S,
     ) -> None:
         self.budget_bytes, self._window = budget_bytes, window

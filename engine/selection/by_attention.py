@@ -27,7 +27,7 @@ from ragblend.kvstore.errors import UsageError
 # The share of the budget that a probe may take. Without a limit, figures of short prompts were lost (docs/methods.md).
 PROBE_SHARE = 0.6
 # The number of rows that must remain for selection.
-LEAST_CHOSEN = 8
+MIN_CHOSEN = 8
 # If a shift is fitted, this many of the selected rows, at most a quarter, are an even sample of all rows, and this
 # share are beginnings of chunks. The fit would otherwise see only rows that the question attends to, which change more.
 CALIBRATION_ROWS = 48
@@ -82,7 +82,7 @@ class ByAttention(Policy):
         budget, repeated = base.budget_rows(plan), int((rows >= plan.settled_tokens).sum())
         cheaper = self.cheaper_layers(plan.layers)
         for layers in (every, cheaper):
-            if repeated * layers.stop / plan.layers <= min(PROBE_SHARE * budget, budget - LEAST_CHOSEN):
+            if repeated * layers.stop / plan.layers <= min(PROBE_SHARE * budget, budget - MIN_CHOSEN):
                 return rows, layers
         return None, cheaper
 

@@ -24,7 +24,7 @@ from ragblend.kvstore.keys import pack_tokens
 
 # Fusing computes rows in smaller pieces, and loads and writes KV, so it must save at least this share of the rows.
 MIN_SAVED_SHARE = 0.3
-MOST_ENCODED = 8  # limit for a request with `encode`: all other requests wait for that step
+MAX_ENCODED = 8  # limit for a request with `encode`: all other requests wait for that step
 MAX_REMEMBERED = 512  # prompts that a later one may continue
 
 
@@ -64,7 +64,7 @@ class FusionPlan:
         if not self.options.encode:
             return []
         pairs = zip(self.matches, self.stored, strict=True)
-        return [match for match, space in pairs if space is None][:MOST_ENCODED]
+        return [match for match, space in pairs if space is None][:MAX_ENCODED]
 
     @property
     def step_rows(self) -> float:

@@ -16,10 +16,10 @@ from ragblend.integrations.vllm.settings import LABEL, REPORT, ConnectorSettings
 from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
-MOST_MISSING = 1000  # passages waiting to be encoded
+MAX_MISSING = 1000  # passages waiting to be encoded
 LONGEST_MISSING = 4096  # longest passage that is encoded between requests, which wait for it
 TOO_LONG = "fusing would compute %d rows in one step, and `step_tokens` is %d: vLLM computes it in pieces"
-MOST_REPORTS = 1000  # reports kept for requests by label
+MAX_REPORTS = 1000  # reports kept for requests by label
 
 
 class ConnectorScheduler:
@@ -136,8 +136,7 @@ class ConnectorScheduler:
         if options.encode is None and self._settings.encode_missing:
             for match, space in zip(matches, stored, strict=True):
                 fits = (
-                    MIN_TEXT_CHARS <= len(match.whole) <= LONGEST_MISSING
-                    and len(self._missing) < MOST_MISSING
+                    MIN_TEXT_CHARS <= len(match.whole) <= LONGEST_MISSING and len(self._missing) < MAX_MISSING
                 )
                 # Without a node id its KV could not be deleted.
                 if space is None and fits and match.node_id is not None:
@@ -271,7 +270,7 @@ class ConnectorScheduler:
         if label is None:
             return
         self._by_label[label] = self._by_label.get(label, {}) | more
-        while len(self._by_label) > MOST_REPORTS:
+        while len(self._by_label) > MAX_REPORTS:
             self._by_label.popitem(last=False)
 
     @property

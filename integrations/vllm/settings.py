@@ -13,7 +13,7 @@ from ragblend.kvstore.places import Place
 # Names in `kv_transfer_params`: a request's label, and the label whose report a later request wants.
 LABEL, REPORT = "label", "report"
 LONGEST_LABEL, LONGEST_METHOD = 64, 200
-MOST_SPANS = 256
+MAX_SPANS = 256
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:
         return None
     if not isinstance(given, list | tuple) or not all(_is_pair(each) for each in given):
         raise UsageError(f"spans must be a list of [start, stop] pairs of token positions, not {given!r:.80}")
-    if len(given) > MOST_SPANS:
+    if len(given) > MAX_SPANS:
         raise UsageError(
-            f"there are {len(given)} spans; a prompt may have {MOST_SPANS}, because other requests wait for each"
+            f"there are {len(given)} spans; a prompt may have {MAX_SPANS}, because other requests wait for each"
         )
     found = tuple((int(start), int(stop)) for start, stop in given)
     edges = [0, *(edge for span in found for edge in span), tokens]

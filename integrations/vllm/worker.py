@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
 
 log = logging.getLogger("ragblend")
-MOST_TAIL_BYTES = 256 << 20  # of a `TailCache`
+MAX_TAIL_BYTES = 256 << 20  # of a `TailCache`
 
 
 class TailCache:
@@ -47,7 +47,7 @@ class TailCache:
     its blocks (`PromptToFuse`).
     """
 
-    def __init__(self, most_bytes: int = MOST_TAIL_BYTES) -> None:
+    def __init__(self, most_bytes: int = MAX_TAIL_BYTES) -> None:
         self._most_bytes, self._bytes = most_bytes, 0
         self._rows: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.highlight import MOST_CHARACTERS, locate_source, open_document
+from ragblend.app.answering.highlight import MAX_CHARACTERS, locate_source, open_document
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.matching import find, fold
 
@@ -163,7 +163,7 @@ def test_a_text_is_opened_from_its_beginning(sources, tmp_path):
     library, rows = sources(path)
     found = open_document(library, rows[0].document_id)
     assert (found.text, found.stop, found.cut_after) == (path.read_text(), 0, False)
-    whole = locate_source(library, rows[9], around=MOST_CHARACTERS)
+    whole = locate_source(library, rows[9], around=MAX_CHARACTERS)
     assert whole.text == path.read_text() and whole.text[whole.start : whole.stop] == rows[9].text
 
 

@@ -130,7 +130,7 @@ def test_reranker_orders_the_best_passages(open_workspace, folder, boats, asked)
 
 
 def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked, monkeypatch):
-    monkeypatch.setattr("ragblend.app.answering.retrieval.LEAST_OF_BEFORE", 0.0)
+    monkeypatch.setattr("ragblend.app.answering.retrieval.MIN_OF_BEFORE", 0.0)
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     ways = ["Is it golden?", f"{QUESTION} Is it golden?"]

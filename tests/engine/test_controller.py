@@ -374,7 +374,7 @@ def test_with_a_profile_a_tokens_cost_is_a_multiple_of_a_typical_one(runtime):
 def test_the_first_answer_from_stored_kv_has_the_layers_measured(engine, monkeypatch):
     """In the background, once; what is loaded shows the speed of its tier."""
     monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", False)
-    monkeypatch.setattr(MeasuredSpeeds, "LEAST_BYTES", 1)
+    monkeypatch.setattr(MeasuredSpeeds, "MIN_BYTES", 1)
     prompt = make_prompt(TEXTS)
     runtime = engine.runtime
     assert engine.prefill(prompt).report.hits == 0 and engine.finish_background()

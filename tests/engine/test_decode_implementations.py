@@ -133,10 +133,10 @@ def test_graphs_are_recorded_once_per_answer_and_number_of_rows(prefilled_for, m
     del one, prefilled
     gc.collect()
     assert gone() is None and len(rows._recordings) == 1
-    kept = [prefilled_for("llama")[0] for _ in range(cuda_graph.MOST_BEGUN + 2)]  # as sessions keep theirs
+    kept = [prefilled_for("llama")[0] for _ in range(cuda_graph.MAX_BEGUN + 2)]  # as sessions keep theirs
     for prefilled in kept:
         rows.run(prefilled.cache, [5])
-    assert len(rows._recordings) == cuda_graph.MOST_BEGUN
+    assert len(rows._recordings) == cuda_graph.MAX_BEGUN
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])

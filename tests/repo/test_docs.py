@@ -25,7 +25,7 @@ from ragblend.engine.selection import METHODS
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-MOST_WORDS = 22_000  # of README.md and docs/, tables and code included: an afternoon's reading
+MAX_WORDS = 22_000  # of README.md and docs/, tables and code included: an afternoon's reading
 # Pictures that are not a method's.
 OTHERS = {"data-path", "demo", "load", "needle", "open-webui", "page", "peers", "speed"}
 
@@ -136,7 +136,7 @@ def test_the_documentation_is_read_in_an_afternoon() -> None:
     }
     longest = sorted(counts.items(), key=lambda each: -each[1])[:5]
     words = sum(counts.values())
-    assert words <= MOST_WORDS, f"the most are in {longest}"
+    assert words <= MAX_WORDS, f"the most are in {longest}"
 
 
 def test_figures_are_those_that_were_recorded() -> None:

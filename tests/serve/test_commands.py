@@ -429,7 +429,7 @@ def test_listening_continues_after_a_lack_of_file_descriptors(home) -> None:
 
 def test_output_that_is_longer_than_a_line_may_be_arrives_whole() -> None:
     """It was taken for the end of the process that has the home open."""
-    text, found = "\U0001f6a2" * (remote.MOST_BYTES // 8), ""
+    text, found = "\U0001f6a2" * (remote.MAX_BYTES // 8), ""
     here, there = map(JsonChannel, socket.socketpair())
     with here, there:
         terminal = RemoteTerminal(here, request())

@@ -6,7 +6,7 @@ from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.vllm.finder import Match
 from ragblend.integrations.vllm.planning import (
-    MOST_ENCODED,
+    MAX_ENCODED,
     FusionPlan,
     SaltCache,
     mark_boundaries,
@@ -48,7 +48,7 @@ def test_rows_of_a_step_are_those_of_the_prompt_and_of_passages_that_are_encoded
     assert plan(True, False, given=ENCODE).step_rows == 400 + 1000 - 800 * (1 - DEFAULT_RATIO)
     assert plan(True, True, given=ENCODE).saves_rows(0) and not plan(False, False, given=ENCODE).saves_rows(0)
     many = plan(*[False] * 20, given=ENCODE, matches=(Match(0, 40, tuple(range(40)), 0),) * 20)
-    assert len(many.to_encode) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * (
+    assert len(many.to_encode) == MAX_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * (
         1 - DEFAULT_RATIO
     )
 

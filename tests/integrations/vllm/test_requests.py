@@ -250,14 +250,14 @@ def test_encode_of_a_request_decides_whether_a_passage_is_encoded(empty):
 
 def test_only_some_passages_of_one_prompt_are_encoded(empty):
     """All requests wait for that step."""
-    from ragblend.integrations.vllm.planning import MOST_ENCODED
+    from ragblend.integrations.vllm.planning import MAX_ENCODED
 
     store, ids = empty.engine.runtime.store, empty.ids([passage(90)], "x")
     before = store.stats().entries
     options = {"spans": [[start, start + 2] for start in range(10, 50, 2)], "encode": True, "method": "reuse"}
     [output] = empty.ask([ids], [options])
-    assert report_of(output)["missing_tokens"] == 2 * (20 - MOST_ENCODED)
-    assert store.stats().entries - before == MOST_ENCODED
+    assert report_of(output)["missing_tokens"] == 2 * (20 - MAX_ENCODED)
+    assert store.stats().entries - before == MAX_ENCODED
 
 
 def test_a_known_passage_without_kv_is_encoded_when_idle(empty):
