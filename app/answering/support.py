@@ -234,7 +234,7 @@ class TableRecord:
 
     start: int
     stop: int
-    tokens: list[Token]
+    tokens: Sequence[Token]
     fields: list[RecordField]
 
 
@@ -356,7 +356,7 @@ def _span_of_sentence(sentence: str, passage: str, about: str, before: str = "")
         claim = sentence_tokens
         if FIELD.match(passage, start, stop):
             known |= _form_names(passage, start)
-            claim = [token for token in claim if token.stem not in LIGHT_STEMS or token.stem in present]
+            claim = tuple(one for one in claim if one.stem not in LIGHT_STEMS or one.stem in present)
         is_heading = is_topic and not ENDS_SENTENCE.search(passage[start:stop])
         own_figures = {each.stem for each in claim if each.kind == "number"} & (present - _stems(about))
         if is_heading and not own_figures:  # the total of an invoice is short, but not a heading
@@ -410,9 +410,9 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=512)
-def tokens(text: str) -> list[Token]:
+def tokens(text: str) -> tuple[Token, ...]:
     """The text's words; numbers in words become digits, and `one` is a word, not a number."""
-    return list(_tokens(text))
+    return tuple(_tokens(text))
 
 
 def _tokens(text: str) -> Iterator[Token]:
@@ -579,12 +579,12 @@ def _rows(passage: str) -> list[tuple[int, int, list[tuple[frozenset[str], froze
 
 
 @lru_cache(maxsize=512)
-def _possible_evidence(passage: str) -> list[tuple[int, int, list[Token]]]:
+def _possible_evidence(passage: str) -> list[tuple[int, int, tuple[Token, ...]]]:
     """Start, stop and tokens of the passage's sentences, and of pairs whose second has a pronoun near its start."""
     places = _passage_sentences(passage)
     found = [(start, stop, tokens(passage[start:stop])) for start, stop in places]
     pairs = [
-        (first[0], second[1], [*first[2], *second[2]])
+        (first[0], second[1], (*first[2], *second[2]))
         for first, second in pairwise(found)
         if PRONOUNS & {token.stem for token in second[2][:4] if token.kind == "stop"}
     ]
