@@ -119,7 +119,7 @@ class NodeEncoder(ABC):
         self._drop_tasks(node_ids)
         runtime = self._runtime
         with runtime.store_lock:
-            shared = runtime.store.shared_at is not None
+            shared = runtime.store.remote is not None
             runtime.nodes.set_hidden(self._collection, node_ids, True, shared)
         self._delete_shared()
 
@@ -166,7 +166,7 @@ class NodeEncoder(ABC):
                 last_digest = max(key.digest for key in orphaned)
                 try:
                     freed += store.delete(orphaned, partial(_orphaned_keys, nodes, orphaned))
-                    nodes.remove_from_outbox(orphaned, also_shared=store.shared_at is not None)
+                    nodes.remove_from_outbox(orphaned, also_shared=store.remote is not None)
                 except StoreError as error:  # a file that cannot be removed must not stop the others
                     failed = failed or error
             time.sleep(BATCH_PAUSE_S)
@@ -182,13 +182,7 @@ class NodeEncoder(ABC):
         runtime = self._runtime
         with runtime.store_lock:
             store, waiting = runtime.store, runtime.nodes.outbox(shared=True)
-        if not waiting:
-            return
-        if store.remote is None:
-            log.warning(
-                "The KV of %d deleted passages may still be in the shared store %s, which this home has used: "
-                "`ragblend store gc --remote URL` deletes it there.", len(waiting), store.shared_at,
-            )  # fmt: skip
+        if store.remote is None or not waiting:
             return
         try:
             store.delete_shared(tuple(waiting))

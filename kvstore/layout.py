@@ -5,7 +5,6 @@ index/        diskcache's: cache.db (and -wal, -shm while it is open), the index
 write.lock    the writer lock
 values/ab/    <key digest>-<16 hex>.kv, one file per value; .tmp while it is written
 quarantine/   damaged files, the newest few; gc empties it
-SHARED        the URL of the shared store that was used last, if there was one
 """
 
 import logging
@@ -29,7 +28,7 @@ VALUES_FOLDER = "values"
 QUARANTINE_FOLDER = "quarantine"
 _MAX_QUARANTINE_FILES = 4  # limited, so that damaged files of a failing disk do not fill it up
 _FILENAME = re.compile(r"values/([0-9a-f]{2})/(\1[0-9a-f]{62})-[0-9a-f]{16}\.(?:kv|tmp)")
-_FORMAT_NAME, _SHARED_NAME = "FORMAT", "SHARED"
+_FORMAT_NAME = "FORMAT"
 _FORMAT_LINE = f"ragblend kv {FORMAT_VERSION}\n".encode()
 _BEFORE_FORMAT = {LOCK_NAME, "FORMAT.tmp"}  # may exist before FORMAT, if an open was interrupted
 
@@ -86,20 +85,6 @@ def prepare(root: Path) -> None:
         with suppress(FileNotFoundError):  # the last process to close the index removes its logs
             if path.exists():
                 files.make_private_file(path)
-
-
-def record_shared_store(root: Path, url: str) -> None:
-    """Record that values may be in that shared store, for processes that delete values without that setting."""
-    if shared_store_of(root) != url:
-        files.replace_durably(root / _SHARED_NAME, url)
-
-
-def shared_store_of(root: Path) -> str | None:
-    """The URL of the shared store that was used last; None if there never was one."""
-    try:
-        return (root / _SHARED_NAME).read_text("utf-8", "replace")
-    except FileNotFoundError:
-        return None
 
 
 def quarantine_folder(root: Path) -> Path:

@@ -32,16 +32,7 @@ from ragblend.kvstore.files import (
 )
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.layout import (
-    LOCK_NAME,
-    check_format,
-    files_of,
-    record_shared_store,
-    remove_values,
-    shared_store_of,
-    value_files,
-    write_value,
-)
+from ragblend.kvstore.layout import LOCK_NAME, check_format, files_of, remove_values, value_files, write_value
 from ragblend.kvstore.ledger import Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, read_whole
@@ -106,12 +97,7 @@ class KVStore(Closing):
                 store._index, was_damaged = upkeep.open_index(store.root)
                 opened.enter_context(store._index)
                 store._counters.add(quarantined=int(was_damaged))
-                try:
-                    store._synchronise()
-                except CorruptBlobError as error:
-                    store._rebuild(str(error))
-            if store.remote is not None:
-                record_shared_store(store.root, str(store.remote.place))
+                store._synchronise_or_rebuild()
             if budget_bytes is None:
                 free = shutil.disk_usage(store.root).free
                 budget_bytes = (free + store._index.totals[1]) // 4
@@ -138,6 +124,12 @@ class KVStore(Closing):
         self._index: Index
         self._must_refresh = False  # the ledger is refreshed from the index before values to evict are chosen
         self._closed = False
+
+    def _synchronise_or_rebuild(self) -> None:
+        try:
+            self._synchronise()
+        except CorruptBlobError as error:
+            self._rebuild(str(error))
 
     def _synchronise(self) -> None:
         """Make files, index and ledger agree. The caller holds the lock."""
@@ -314,11 +306,6 @@ class KVStore(Closing):
         """Delete values from the shared store, if there is one. Raises RemoteError if that may have failed."""
         if self.remote is not None:
             self.remote.delete(keys)
-
-    @property
-    def shared_at(self) -> str | None:
-        """URL of the shared store that may hold values of this home; None if no process has used one."""
-        return shared_store_of(self.root)
 
     def _delete_memory_copies(self, digests: Sequence[str]) -> None:
         """Delete the copies in memory tiers."""
@@ -656,9 +643,10 @@ class KVStore(Closing):
                 if not self._lock.is_in_place():
                     raise StoreError(f"the KV store at {self.root} was moved or removed. Open it again.")
                 if not self._live_index().is_in_place():  # another process rebuilt it, because it was damaged
-                    self._index.close()
+                    outdated = self._index
                     self._index, _ = upkeep.open_index(self.root)
-                    self._synchronise()
+                    outdated.close()  # last, because others read meanwhile
+                    self._synchronise_or_rebuild()
                 index = self._live_index()
                 try:
                     yield index

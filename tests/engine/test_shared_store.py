@@ -283,24 +283,6 @@ def test_the_next_process_finishes_a_deletion(redis, line, fresh_bench_for, tmp_
     assert len(names.names()) == 1 and again.engine.runtime.nodes.outbox(shared=True) == {}
 
 
-def test_a_process_that_is_not_told_of_the_shared_store_says_what_stays_there(
-    shared_of, fresh_bench_for, tmp_path, caplog
-):
-    """`docs rm` without `--remote` once left the KV there, said nothing, and no later process deleted it."""
-    shared, home = shared_of("file"), tmp_path / "kept"
-    here = fresh_bench_for(home=home, remote=shared.url + PATIENT)
-    here.engine.encode(TEXTS[:3], node_ids=["a", "b", "c"])
-    assert remote_of(here).flush() and len(shared.names.names()) == 3
-    here.engine.close()
-    untold = fresh_bench_for(home=home, dtype="bfloat16")
-    untold.engine.hide(["b"])
-    assert untold.engine.forget(["a"]) > 0
-    assert f"The KV of 2 deleted passages may still be in the shared store {shared.url}" in caplog.text
-    untold.engine.close()
-    fresh_bench_for(home=home, remote=shared.url + PATIENT).engine.forget(())
-    assert len(shared.names.names()) == 1
-
-
 def test_deletions_owed_only_to_the_shared_store_are_not_repeated_here(fresh_bench_for, monkeypatch):
     """Each `enter` once deleted every owed key again, in the turn that questions need, and was called back for it."""
     engine = fresh_bench_for(remote=f"redis://127.0.0.1:{free_port()}/0?retry_s=600").engine
