@@ -5,9 +5,9 @@ and when to use a server.
 """
 
 import asyncio
-import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from ragblend.kvstore.errors import UsageError, install_hint
 from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.places import Place
 
+_WRITING_S = 60.0  # a younger unfinished file may still be written
 _CONNECTIONS = 8  # more do not increase the throughput
 _MAX_REDIS_BYTES = 512 << 20  # Redis' `proto-max-bulk-len`; a larger value closes the connection
 _MAX_OBJECT_BYTES = 5 << 30  # limit of a single upload to S3
@@ -204,16 +205,10 @@ class _Objects:
     async def _delete(self, store: Any, name: str) -> None:
         with suppress(FileNotFoundError):
             await store.delete_async(name)
-        await asyncio.to_thread(self._delete_unfinished, f"{name}#*", math.inf)
-
-    def _delete_unfinished(self, pattern: str, before: float) -> None:
-        """Delete what killed writers left in a folder: obstore writes to NAME#1 and then renames it, and does not list
-        such names.
-        """
-        for path in self._folder.glob(pattern) if self._folder is not None else ():
-            with suppress(FileNotFoundError):  # just renamed, or deleted by another machine
-                if path.stat().st_mtime < before:
-                    path.unlink()
+        if self._folder is not None:
+            await asyncio.to_thread(
+                _delete_unfinished, [self._folder / f"{name}#1"], time.time() - _WRITING_S
+            )
 
     async def check(self) -> None:
         await self.peek([f"{self._namespace}/check"], 1)
@@ -221,7 +216,9 @@ class _Objects:
     async def sweep(self) -> int:
         store, count = await self._open_store(), 0
         expired_before = (datetime.now(UTC) - self._ttl).timestamp()
-        await asyncio.to_thread(self._delete_unfinished, f"{self._namespace}/*/*/*#*", expired_before)
+        if self._folder is not None:
+            unfinished = self._folder.glob(f"{self._namespace}/*/*/*#*")
+            await asyncio.to_thread(_delete_unfinished, unfinished, expired_before)
         async for batch in store.list(self._namespace):
             old = [each["path"] for each in batch if datetime.now(UTC) - each["last_modified"] > self._ttl]
             await self.delete(old)
@@ -230,3 +227,13 @@ class _Objects:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+def _delete_unfinished(paths: Iterable[Path], before: float) -> None:
+    """Delete what killed writers left in a folder, if it is older: obstore writes to NAME#1, which it neither lists nor
+    deletes, and renames it at the end.
+    """
+    for path in paths:
+        with suppress(FileNotFoundError):  # just renamed, or deleted by another machine
+            if path.stat().st_mtime < before:
+                path.unlink()
