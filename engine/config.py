@@ -155,8 +155,8 @@ class DecodeOptions:
 def _token_biases(biases: object) -> dict[int, float]:
     """Biases by token id; JSON has ids as text. Raises UsageError."""
     try:
-        found = {int(token): float(bias) for token, bias in biases.items()}  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError):
+        found = {int(token): bias + 0.0 for token, bias in biases.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError, OverflowError):
         found = {-1: 0.0}  # not valid: raises below
     if not all(token >= 0 and abs(bias) <= 100 for token, bias in found.items()):
         raise UsageError(f"logit_bias must have token ids with numbers from -100 to 100, not {biases!r:.80}")

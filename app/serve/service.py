@@ -140,6 +140,8 @@ class Service:
 
     def listed_model(self, name: str) -> str:
         """As `check_model`, but the name may also be the embedder's or the reranker's."""
+        if name in self.models:
+            return name
         known = (each for each in self.models if each.lower() == name.lower())
         return next(known, None) or self.check_model(name)
 

@@ -189,10 +189,9 @@ def tools_grammar(
 def _arguments(name: str, function: Tool) -> str:
     parameters = function.get("parameters") or {"properties": {}}
     if isinstance(parameters, Mapping):
-        if "object" not in str(parameters.get("type") or "object"):
-            raise UsageError(
-                f"the arguments of the tool {name!r} must be an object, not {parameters['type']!r}"
-            )
+        kind = parameters.get("type")
+        if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
+            raise UsageError(f"the arguments of the tool {name!r} must be an object, not {kind!r}")
         parameters = {**parameters, "type": "object"}
     # A grammar cannot require unique items. Many published tools ask for them, and check their arguments themselves.
     return json_rule(parameters, f"the schema of the tool {name!r}", ignored={"uniqueItems"})
