@@ -129,9 +129,8 @@ def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = Fa
         if rows is None:
             continue
         start, stop = _widened(text, indexes[found], indexes[at - 1] + 1, TRIMMED_SIGNS)
-        named = rows_as_text(
-            _with_merged_cells(rows, table.merged), may_have_names=index > 0 or not continues
-        )
+        rows, header_rows = _with_merged_cells(rows, table.merged)
+        named = rows_as_text(rows, may_have_names=index > 0 or not continues, header_rows=header_rows)
         pieces += [text[done : max(start, done)].rstrip(), named]
         cursor, done = at, stop
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
@@ -156,16 +155,21 @@ def _cells_from_text(text: str, indexes: Sequence[int], table: list[list[str]]) 
     return rows
 
 
-def _with_merged_cells(rows: list[list[str]], merged: Sequence[tuple[int, int, int, int]]) -> list[list[str]]:
-    """The rows that have text, with a merged cell's text in all rows that it spans; also in all columns, if these have
-    names of their own below it.
+def _with_merged_cells(
+    rows: list[list[str]], merged: Sequence[tuple[int, int, int, int]]
+) -> tuple[list[list[str]], int]:
+    """The rows that have text, with a merged cell's text in all rows that it spans; and how many are the header.
+
+    These are 2 if cells of the first row span columns that the second row names. They are in all of these columns then.
     """
     in_first_column = [(left, top, left, bottom) for left, top, _, bottom in merged]
     in_all_columns, in_one = (
         [row for row in with_merged_cells(map(list, rows), spans) if any(row)]
         for spans in (merged, in_first_column)
     )
-    return in_all_columns if has_subheader(in_all_columns) else in_one
+    if in_all_columns[0] != in_one[0] and has_subheader(in_all_columns):
+        return in_all_columns, 2
+    return in_one, 0
 
 
 def _whole_words(text: str, indexes: Sequence[int]) -> str | None:

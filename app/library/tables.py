@@ -159,10 +159,9 @@ def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, hea
     """A document's table: if its first row names the columns, each row is a paragraph of "name: value" lines; else each
     row is a line `a | b | c`. From the first row with fewer cells on, such as a total, rows are such lines in any case.
 
-    may_have_names: False if the table began on the page before; header_rows: how many rows are marked as header.
+    may_have_names: False if the table began on the page before; header_rows: how many rows are known to be the header.
     """
-    header_rows = header_rows or 2 * (may_have_names and has_subheader(rows))
-    if 1 < header_rows < len(rows):
+    if may_have_names and 1 < header_rows < len(rows):
         rows = [_joined_names(rows[:header_rows]), *rows[header_rows:]]
     same = list(takewhile(lambda row: len(row) == len(rows[0]), rows))
     if not may_have_names or not _first_row_has_names(same, header_rows > 0):

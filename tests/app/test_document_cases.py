@@ -1064,6 +1064,10 @@ def lines(*rows):
         (rows := [["Item", "Limit"], ["Cash", "£400"], ["Food", "£300"]], lines(*rows)),
         (rows := [["Kind", "Pack", "Price"], ["Sturon", "250 g", "£3.45"]], lines(*rows)),
         (rows := [["Kind", "Kind", "Price"], ["a", "b", "c"], ["d", "e", "f"]], lines(*rows)),
+        # No row of data names columns that share a name: no cell spans them.
+        (rows := [["Name", "Phone", "Name", "Phone"], ["Anna", "n/a", "Ben", "n/a"], ["Carl", "123", "Dora", "456"]],
+         lines(*rows)),
+        (rows := [["-", "-", "-"], ["a", "b", "c"], ["1", "2", "3"]], lines(*rows)),
     ],
 )  # fmt: skip
 def test_rows_below_a_row_of_names_are_read_with_them(tmp_path, rows, text):
