@@ -45,6 +45,7 @@ SIGN_BETWEEN = {
     "munder": "_",
     "munderover": "_^",
 }
+SIGNED = {"mroot", *SIGN_BETWEEN} - {"msub"}  # need brackets as a term of another one of these elements
 CELL_SEPARATORS = {"mtable": "; ", "mtr": ", "}
 BRACKETS = {"msqrt": ("√(", ")"), "mtable": ("[", "]")}
 OPERATOR = re.compile(r"[-+*/^=<>,\s\u00b1\u00b7\u00d7\u2192\u2212\u2264\u2265]")
@@ -286,7 +287,7 @@ def _with_operators(tag: str, arguments: list[Any]) -> list[Any]:
 def _needs_brackets(argument: Any) -> bool:
     """Whether a term of a formula has an operator, and no brackets around it."""
     term = argument.text().strip()
-    has_sign = argument.tag in {"mfrac", "msup"} or argument.css_first("mfrac, msup") is not None
+    has_sign = argument.tag in SIGNED or argument.css_first(", ".join(SIGNED)) is not None
     return (has_sign or OPERATOR.search(term) is not None) and re.fullmatch(r"\([^()]*\)", term) is None
 
 

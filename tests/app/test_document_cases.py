@@ -132,6 +132,23 @@ A_PLUS_B = "<mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow>"
         ("<math><msqrt><mn>2</mn></msqrt><mroot><mn>8</mn><mn>3</mn></mroot></math>", ["√(2)(8)^(1/3)"], []),
         ("<math><msup><mfrac><mi>a</mi><mi>b</mi></mfrac><mn>2</mn></msup></math>", ["(a/b)^2"], []),
         ("<math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>", ["x_1^2"], []),
+        (
+            "<math><msup><msubsup><mi>x</mi><mi>i</mi><mn>2</mn></msubsup><mn>3</mn></msup></math>",
+            ["(x_i^2)^3"],
+            [],
+        ),
+        (
+            "<math><msup><mroot><mi>x</mi><mn>3</mn></mroot><mn>2</mn></msup></math>",
+            ["((x)^(1/3))^2"],
+            [],
+        ),
+        (
+            "<math><mfrac><mrow><munderover><mo>∫</mo><mn>0</mn><mn>1</mn></munderover><mi>x</mi></mrow>"
+            "<mn>2</mn></mfrac></math>",
+            ["(∫_0^1 x)/2"],
+            [],
+        ),
+        ("<math><mfrac><msub><mi>x</mi><mn>1</mn></msub><mn>2</mn></mfrac></math>", ["x_1/2"], []),
         ("<math><msup><msup><mi>x</mi><mn>2</mn></msup><mn>3</mn></msup></math>", ["(x^2)^3"], []),
         (
             "<math><munderover><mo>∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mn>10</mn></munderover><mi>i</mi></math>",
