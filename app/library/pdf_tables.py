@@ -19,7 +19,8 @@ from ragblend.app.library.tables import has_subheader, rows_as_text, with_merged
 MIN_POINTS, MAX_POINTS, MIN_EDGES, MAX_CROSSINGS = 12, 4000, 3, 4000
 MIN_LENGTH = 5  # of an edge, in typographic points
 MIN_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
-TRIMMED_SIGNS = frozenset(" \t") | HYPHENS
+UNFOLDED_SIGNS = HYPHENS | {"|"}  # signs that `fold` leaves out, beside the letters of a cell
+TRIMMED_SIGNS = frozenset(" \t") | UNFOLDED_SIGNS
 
 
 CellBox = tuple[float, float, float, float]
@@ -174,13 +175,13 @@ def _with_merged_cells(
 
 def _whole_words(text: str, indexes: Sequence[int]) -> str | None:
     """The text of a cell with letters at these indexes; None if it would begin or end within a word."""
-    start, stop = _widened(text, indexes[0], indexes[-1] + 1, HYPHENS)
+    start, stop = _widened(text, indexes[0], indexes[-1] + 1, UNFOLDED_SIGNS)
     is_whole = not text[start - 1 : start].strip() and not text[stop : stop + 1].strip()
     return _on_one_line(text[start:stop]) if is_whole else None
 
 
 def _widened(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, int]:
-    """start and stop, moved outwards over adjacent signs, such as a minus before the first number."""
+    """start and stop, moved outwards over adjacent signs, such as a minus before a number."""
     while start and text[start - 1] in signs:
         start -= 1
     while stop < len(text) and text[stop] in signs:

@@ -1256,6 +1256,11 @@ def test_table_rows_replace_only_the_letters_that_they_have():
     assert with_table_rows("See: 12 Moles\nQuays", [PageTable(table)]) == "See: 12 Moles\nQuays", (
         "in another order"
     )
+    bars = [["|x|", "5"], ["Quays", "|y|"]]
+    assert (
+        with_table_rows("See: |x| 5\nQuays |y|\nEnd.", [PageTable(bars)])
+        == "See:\n\n|x| | 5\nQuays | |y|\n\nEnd."
+    )
     text = "Call 1234 now.\n1 2\n3 4"
     assert with_table_rows(text, [PageTable([["1", "2"], ["3", "4"]])]) == text, "at two places"
     assert with_table_rows("p. 12534", [PageTable([["12", "5"], ["3", "4"]])]) == "p. 12534", "within a word"
