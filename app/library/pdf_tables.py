@@ -35,6 +35,11 @@ class PageTable(NamedTuple):
     edges: tuple[int, ...] = ()
     merged: Sequence[tuple[int, int, int, int]] = ()
 
+    @property
+    def first_row(self) -> list[str]:
+        """The first row that has text."""
+        return next(filter(any, self.rows))
+
 
 class TableFinder:
     """Finds the tables of one PDF. document: as pdfium opened it."""
@@ -57,8 +62,8 @@ class TableFinder:
                 return text
             # If a table continues from the page before, its first row does not name the columns.
             (page, edges, names), first, last = self._last_table, tables[0], tables[-1]
-            continues = page == number - 1 and edges == first.edges and names != first.rows[0]
-            self._last_table = number, last.edges, last.rows[0]
+            continues = page == number - 1 and edges == first.edges and names != first.first_row
+            self._last_table = number, last.edges, last.first_row
             return with_table_rows(text, tables, continues)
         except MemoryError:
             raise

@@ -1217,7 +1217,8 @@ def test_lines_that_make_no_table_leave_a_pdfs_text_as_it_is(tmp_path, rows):
     assert text_of(write_table(tmp_path / "a.pdf", rows)) == plain and " | " not in plain
 
 
-def test_a_table_that_goes_on_on_the_next_page_is_not_named_by_one_of_its_rows(tmp_path):
+@pytest.mark.parametrize("above", [[], [["", "", ""]]], ids=["", "empty row"])
+def test_a_table_that_goes_on_on_the_next_page_is_not_named_by_one_of_its_rows(tmp_path, above):
     rows = [["Fault", "Cause", "Remedy"], *([f"F{n}", f"Valve {n}", "Close it"] for n in range(20))]
     more = [
         ["Leak", "Valve", "Close tap"],
@@ -1226,7 +1227,7 @@ def test_a_table_that_goes_on_on_the_next_page_is_not_named_by_one_of_its_rows(t
     ]
     writer = PdfWriter()
     for number, table in enumerate((rows, more)):
-        writer.append(write_table(tmp_path / f"{number}.pdf", table, widths=[100, 150, 150]))
+        writer.append(write_table(tmp_path / f"{number}.pdf", [*above, *table], widths=[100, 150, 150]))
     writer.write(tmp_path / "a.pdf")
     first, *_, last = [part for part, _ in parse(tmp_path / "a.pdf")["parts"]]
     assert "Fault: F0\nCause: Valve 0" in first and lines(*more) in last
