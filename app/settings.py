@@ -26,7 +26,7 @@ from ragblend.engine.config import (
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.places import SALT_VARIABLE, Place
-from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, PrefillProfile
+from ragblend.kvstore.policy import DEFAULT_POLICY, EVICTION_POLICIES, PrefillProfile
 
 PREFIX = "RAGBLEND_"
 # RAGBLEND_HOME says where the settings are, so it is not one of them; secrets are never read from the file.
@@ -219,7 +219,7 @@ RULES: dict[str, Rule] = {
     "store_budget_bytes": _COUNT,
     "memory_budget_bytes": _NOT_NEGATIVE,
     "device_budget_bytes": _NOT_NEGATIVE,
-    "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "store_policy": (lambda name: name in EVICTION_POLICIES, f"one of {', '.join(EVICTION_POLICIES)}"),
     "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
     "load": (lambda name: name in LOAD_MODES, f"one of {', '.join(LOAD_MODES)}"),
     "fuse": (lambda name: name in FUSE_MODES, f"one of {', '.join(FUSE_MODES)}"),

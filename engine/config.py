@@ -15,7 +15,7 @@ from ragblend.engine.decoding.grammar import Grammar
 from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
 from ragblend.kvstore.places import Place
-from ragblend.kvstore.policy import policy_named
+from ragblend.kvstore.policy import eviction_policy_named
 
 HOME_VARIABLE = "RAGBLEND_HOME"
 VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
@@ -65,7 +65,7 @@ class EngineConfig:
         if min(self.memory_budget_bytes or 0, self.device_budget_bytes or 0) < 0:
             raise UsageError("the budgets of memory and device must not be below 0 bytes")
         if self.store_policy is not None:
-            policy_named(self.store_policy)
+            eviction_policy_named(self.store_policy)
         if self.kv_codec is not None:
             from ragblend.kvstore.codec import codec_named  # imported here because it imports torch
 

@@ -28,7 +28,7 @@ from ragblend.kvstore.errors import UsageError
 
 @dataclass
 class ComputeCost:
-    """Counts computed layer-rows (one row in one layer).
+    """What a prefill computed. A layer-row is one row in one layer.
 
     layer_rows: all; stored_layer_rows: of stored tokens; repeated_layer_rows: of the probe, if the same rows were
     computed again after it. recomputed: number of stored tokens computed through the last layer. probe_rows: number of
@@ -59,8 +59,9 @@ class ActiveRows:
 
 @dataclass(frozen=True)
 class SettledRows:
-    """Rows before position `tokens` whose KV a probe computed for good, up to `layer`. From there on, those among them
-    that are computed, rows (R,) with hidden (1, R, hidden), continue with the others.
+    """The first `tokens` positions, whose KV a probe made final below `layer`.
+
+    rows (R,), hidden (1, R, hidden): those that it ran, which join the others at `layer` (-1: it ran all layers).
     """
 
     tokens: int = 0
@@ -88,25 +89,25 @@ class Fusion:
 
         Raises Cancelled between layers, LostChunk from the loader.
         """
-        plan, policy, part = self.plan, self.policy, self.recorder.part
+        plan, policy, record = self.plan, self.policy, self.recorder.part
         try:
             probed, settled = self._probe()
-            with part("select", stream="device"):
+            with record("select", stream="device"):
                 every = torch.arange(plan.tokens, device=self.decoder.device)
                 rows = self._checked_choice(every, policy.rows(plan, probed))
-            with part("prepare", stream="device"):
+            with record("prepare", stream="device"):
                 work = self._embedded(rows[rows >= settled.tokens] if settled.tokens else rows)
             for layer in range(plan.layers):
-                self._yield_device()
+                self._between_layers()
                 work = self._layer(layer, self._joined(work, settled) if layer == settled.layer else work)
             self.cost.recomputed += work.stored
             self.cost.rows = work.rows
-            with part("head", stream="device"):
+            with record("head", stream="device"):
                 return self.decoder.head(work.hidden[:, -1:])[0], self.cost
         finally:
             self.cache.step = Append()
 
-    def _yield_device(self) -> None:
+    def _between_layers(self) -> None:
         self.loader.pace()
         if self.turn is not None:
             self.turn.between_layers()
@@ -151,16 +152,17 @@ class Fusion:
             )
         return chosen
 
-    def _embedded(self, rows: Tensor, collected: int = 0, absent: Tensor | None = None) -> ActiveRows:
+    def _embedded(self, rows: Tensor, collected: int = 0, hidden_keys: Tensor | None = None) -> ActiveRows:
         """Rows (R,) before the first layer."""
-        return self._active_rows(rows, self.decoder.embed(self.plan.token_ids[rows]), collected, absent)
+        return self._active_rows(rows, self.decoder.embed(self.plan.token_ids[rows]), collected, hidden_keys)
 
     def _active_rows(
-        self, rows: Tensor, hidden: Tensor, collected: int = 0, absent: Tensor | None = None
+        self, rows: Tensor, hidden: Tensor, collected: int = 0, hidden_keys: Tensor | None = None
     ) -> ActiveRows:
         """Rows (R,) before a layer, cut into blocks, with the correction that their changes cause.
 
-        collected: the number of last rows whose attention can be collected; absent (T,) bool: keys that no row sees.
+        collected: the number of last rows whose attention can be collected; hidden_keys (T,) bool: keys that no row
+        sees.
         """
         decoder, plan = self.decoder, self.plan
         if self.policy.exact:
@@ -173,7 +175,7 @@ class Fusion:
         parts = rows.split([rows.numel()] if is_one_block else _block_sizes(rows.numel(), collected))
         last = len(parts) - 1
         blocks = [
-            decoder.row_block(part, plan.tokens, hidden, collected if number == last else 0, absent)
+            decoder.row_block(part, plan.tokens, hidden, collected if number == last else 0, hidden_keys)
             for number, part in enumerate(parts)
         ]
         stored = int((plan.kinds[rows] > TokenKind.NOT_LOADED).sum())
@@ -241,23 +243,23 @@ class Fusion:
             return None, SettledRows()
         assert self.decoder.shows_attention, f"{policy.name} needs attention, which this model does not show"
         collected = min(int((rows >= plan.suffix_start).sum()), COLLECTED_ROWS)
-        absent = plan.always.clone()
-        absent[rows] = False
-        blank = absent.nonzero().squeeze(1)
+        hidden_keys = plan.always.clone()
+        hidden_keys[rows] = False
+        hidden_positions = hidden_keys.nonzero().squeeze(1)
         with self.recorder.part("prepare", stream="device"):
-            work = self._embedded(rows, collected, absent if blank.numel() else None)
+            work = self._embedded(rows, collected, hidden_keys if hidden_positions.numel() else None)
             digest = policy.digest(plan)
             passing_blocks = work.blocks
             if digest is not None:
-                passing_blocks = self._blocks_with_keys(work, digest[~absent[digest]])
+                passing_blocks = self._blocks_with_keys(work, digest[~hidden_keys[digest]])
         layers = self._with_attention(policy.attention_layers(plan))
         stop = max(layers, default=-1) + 1
         ends_early = stop < plan.layers
         scores: dict[int, Tensor] = {}
         for layer in range(stop):
-            self._yield_device()
-            if blank.numel():
-                self.cache.blank(layer, blank)
+            self._between_layers()
+            if hidden_positions.numel():
+                self.cache.blank(layer, hidden_positions)
             last = layer == stop - 1
             with self.recorder.part("probe", layer, stream="device"):
                 if layer in layers:

@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def _pack(row: Row) -> bytes:
-    suffix = bytes.fromhex(row.filename[-19:-3])
+    suffix = bytes.fromhex(row.filename[-19:-3])  # 16 hex digits before `.kv`: see `value_name`
     return _ROW.pack(suffix, row.nbytes, bytes.fromhex(row.parent) if row.parent else _NO_PARENT)
 
 
@@ -80,13 +80,14 @@ class BytesOnly(Disk):  # type: ignore[misc]
     def store(self, value: object, read: bool, key: object = UNKNOWN) -> tuple[int, int, None, bytes]:
         if type(value) is not bytes or read:
             raise UsageError(f"a value of the index is bytes, not {type(value).__name__}")
+        # The value file's size, so that diskcache adds up the bytes of KV.
         nbytes = 0 if key in (_LEDGER, _SERIAL) else _ROW.unpack(value)[1]
         return nbytes, MODE_RAW, None, value
 
     def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
         if mode != MODE_RAW or filename is not None or type(value) is not bytes:
             raise CorruptBlobError(
-                f"the index holds a row of mode {mode!r} that is not ours; it was not unpickled"
+                f"the index holds a row of mode {mode!r} that this store did not write; it was not unpickled"
             )
         return value
 
@@ -118,7 +119,7 @@ class Index(SqliteFile):
         return _unpack(digest, packed)
 
     def entries(self) -> dict[str, Row]:
-        """All rows in insertion order. CorruptBlobError if one is not ours."""
+        """All rows in insertion order. CorruptBlobError if this store did not write one of them."""
         found = {}
         for key, packed in self.rows(_ENTRIES):
             ours = type(key) is str and type(packed) is bytes

@@ -21,7 +21,7 @@ from ragblend.kvstore.counters import Counters, Counts
 from ragblend.kvstore.index import Row
 from ragblend.kvstore.policy import (
     DEFAULT_POLICY,
-    POLICIES,
+    EVICTION_POLICIES,
     Entry,
     EvictionPolicy,
     clock_after,
@@ -124,7 +124,7 @@ class Ledger:
         max_remembered: int = MAX_REMEMBERED,
     ) -> None:
         self._counters, self._requested_policy, self._max_remembered = counters, policy, max_remembered
-        self.policy = policy or POLICIES[DEFAULT_POLICY]
+        self.policy = policy or EVICTION_POLICIES[DEFAULT_POLICY]
         self._lock = threading.RLock()
         self._state = _State()  # the last save, and this process's changes since
         # Values that were requested and have no entry in `_state`. Not saved, lest a deleted value be remembered again.
@@ -288,7 +288,7 @@ class Ledger:
         with self._lock:
             self._state = _State.unpack(packed)
             saved_policy = self._state.policy
-            self.policy = self._requested_policy or POLICIES.get(saved_policy, self.policy)
+            self.policy = self._requested_policy or EVICTION_POLICIES.get(saved_policy, self.policy)
             if self.policy.name != saved_policy:
                 self._rank_all()
             self._sync(rows)
@@ -389,7 +389,7 @@ class Ledger:
     def _merge(self, theirs: _State, rows: Mapping[str, Row]) -> None:
         """Make another process's save the state, and apply this process's changes since the last save to it."""
         mine, old_policy = self._state, self.policy.name
-        self.policy = POLICIES.get(theirs.policy, self.policy)
+        self.policy = EVICTION_POLICIES.get(theirs.policy, self.policy)
         half_life = self.policy.half_life
         for digest in self._never_stored.keys() & theirs.entries.keys():
             self._uses_since[digest] = self._never_stored.pop(digest)

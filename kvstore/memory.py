@@ -18,7 +18,15 @@ from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
 from ragblend.kvstore.counters import Counters, StoreStats
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, Entry, EvictionPolicy, clock_after, ranked, used
+from ragblend.kvstore.policy import (
+    DEFAULT_POLICY,
+    EVICTION_POLICIES,
+    Entry,
+    EvictionPolicy,
+    clock_after,
+    ranked,
+    used,
+)
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +140,7 @@ class MemoryTier:
         budget_bytes: int,
         device: torch.device | None = None,
         pinned: bool = False,
-        policy: EvictionPolicy = POLICIES[DEFAULT_POLICY],
+        policy: EvictionPolicy = EVICTION_POLICIES[DEFAULT_POLICY],
     ) -> None:
         assert budget_bytes >= 0, budget_bytes
         self.name, self.budget_bytes = name, budget_bytes

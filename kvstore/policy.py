@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class EvictionPolicy:
-    """An entry of POLICIES.
+    """An entry of EVICTION_POLICIES.
 
     priority(entry, clock): the value with the lowest is evicted first; clock is the tier's.
     decays: retrievals lose half their weight in HALF_LIFE_USES, and count also while the value is not stored
@@ -110,7 +110,7 @@ def _tokens(entry: Entry) -> int:
     return max(entry.tokens or entry.nbytes, 1)
 
 
-POLICIES: dict[str, EvictionPolicy] = {
+EVICTION_POLICIES: dict[str, EvictionPolicy] = {
     policy.name: policy
     for policy in (
         EvictionPolicy("lru", lambda entry, clock: entry.used_at),
@@ -126,11 +126,11 @@ POLICIES: dict[str, EvictionPolicy] = {
 DEFAULT_POLICY = "pgdsf"
 
 
-def policy_named(name: str) -> EvictionPolicy:
+def eviction_policy_named(name: str) -> EvictionPolicy:
     """The policy of that name. Raises UsageError."""
-    if name not in POLICIES:
-        raise UsageError(f"the eviction policy {name!r} is unknown; there are {', '.join(POLICIES)}")
-    return POLICIES[name]
+    if name not in EVICTION_POLICIES:
+        raise UsageError(f"the eviction policy {name!r} is unknown; there are {', '.join(EVICTION_POLICIES)}")
+    return EVICTION_POLICIES[name]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from ragblend.kvstore.ledger import Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, read_whole
 from ragblend.kvstore.places import Place
-from ragblend.kvstore.policy import Entry, EvictionPolicy, policy_named
+from ragblend.kvstore.policy import Entry, EvictionPolicy, eviction_policy_named
 from ragblend.kvstore.remote import Remote
 from ragblend.kvstore.upkeep import GcReport, Problem
 
@@ -81,12 +81,12 @@ class KVStore(Closing):
 
         budget_bytes: limit of the values' bytes on the disk (None: a quarter of the free space plus the values). A put
         beyond it evicts at least what it adds, so a lowered budget is reached by several puts, or by `gc` at once;
-        tiers: memory tiers above the disk, the fastest first (see `promote`); policy: a name in POLICIES (None:
+        tiers: memory tiers above the disk, the fastest first (see `promote`); policy: of EVICTION_POLICIES (None:
         unchanged, at first DEFAULT_POLICY), which other processes with the store open adopt at their next save;
         cost: see `TokenCost`; remote: URL of a shared store (see `places.Place`). Raises StoreFormatError for a folder
         of another format, StoreLockedError, StoreError, UsageError for an unknown policy.
         """
-        eviction = None if policy is None else policy_named(policy)
+        eviction = None if policy is None else eviction_policy_named(policy)
         store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), eviction)
         with ExitStack() as opened, _open_errors(store.root):
             check_format(store.root)  # before anything changes in a folder that is not ours
@@ -601,7 +601,7 @@ class KVStore(Closing):
 
     @property
     def policy(self) -> str:
-        """The name of the disk's eviction policy, in POLICIES."""
+        """The name of the disk's eviction policy, in EVICTION_POLICIES."""
         return self._ledger.policy.name
 
     def stats(self) -> StoreStats:

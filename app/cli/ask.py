@@ -282,11 +282,12 @@ def _finish_background(cli: Cli, conversations: "Conversations", answer: Answer)
     """Wait for background work that speeds up the next question, unless the host process does it."""
     if cli.host is not None or not answer.report.tokens.prompt:
         return
-    todo = [f"Encoding {plural(answer.report.misses, 'passage')}"] if answer.report.misses else []
+    todo = [f"encoding {plural(answer.report.misses, 'passage')}"] if answer.report.misses else []
     if conversations.engine.needs_measurement:
-        todo.append("Measuring once how answers are computed fastest")
+        todo.append("measuring the model's speed once")
     if todo:
-        cli.note(f"{' and '.join(todo)} for the next question (Ctrl-C skips it) ...")
+        work = " and ".join(todo)
+        cli.note(f"{work[0].upper()}{work[1:]} for the next question (Ctrl-C skips it) ...")
         with contextlib.suppress(KeyboardInterrupt):
             conversations.engine.finish_background()
 

@@ -58,7 +58,7 @@ def cut_document(
             if len(pieces) > MAX_PASSAGES:
                 raise OversizedDocumentError(
                     f"Cutting a document of {len(text):,} characters: it has more than {MAX_PASSAGES:,} passages of "
-                    f"{chunk_tokens} tokens, the limit. Split it into parts, or cut longer passages."
+                    f"{chunk_tokens} tokens, the limit. Split it into parts, or raise `chunk_tokens`."
                 )
     named = [location or f"part {n} of {len(pieces)}" for n, location in enumerate(locations, start=1)]
     return [

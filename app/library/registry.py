@@ -30,14 +30,14 @@ from ragblend.app.rescue import Gap
 from ragblend.kvstore.errors import LibraryError
 from ragblend.kvstore.nodes import HIDDEN, IS_HIDDEN
 
-Embeddings = NDArray[np.float32]
+Embeddings = NDArray[np.float32]  # (W, E): a vector for each of a text's W windows, which fit the embedder
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
 SELECT_DOCUMENTS = f"SELECT documents.*, {PASSAGE_COUNT} FROM documents"
 IN_COLLECTION = (
     "node_id IN (SELECT node_id FROM chunks JOIN documents ON documents.id = document_id "
     "WHERE collection = ?)"
 )
-SKETCHED = ", sketched"  # the end of a document's recipe, until it is embedded in full
+SKETCHED = ", sketched"  # ends a document's recipe while only some windows of each passage are embedded
 LOST = "Passages of it were lost to damage on the disk. Run `ragblend store repair`, or ingest it again."
 log = logging.getLogger("ragblend")
 # `stale`: node ids whose vectors and KV are still to be deleted: written in the transaction that replaces the chunks,

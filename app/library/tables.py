@@ -316,7 +316,7 @@ def _shown_part(part: re.Match[str]) -> str:
 def _dialect(text: str, notes: list[str], expected: str) -> type[csv.Dialect] | csv.Dialect:
     """The first of `DELIMITERS` with which all rows have the same number of columns (RFC 4180), else clevercsv's guess.
 
-    Lines before the first delimiter are a title header_at the table, or the values of a single column.
+    Lines before the first delimiter are a title above the table, or the values of a single column.
     """
     source, start = io.StringIO(text, newline=""), 0
     for row in csv.reader(source, delimiter=UNUSED_CHARACTER):  # a quoted name may have line ends

@@ -35,7 +35,7 @@ def store_upload(home: Home, collection: str, path: Path) -> Path:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise StoreFullError(f"{doing}: the disk is full. Free some space.") from error
-        raise UnreadableDocumentError(f"{doing}: {error.strerror}. Check its rights.") from error
+        raise UnreadableDocumentError(f"{doing}: {error.strerror}. Check its permissions.") from error
     raise UnreadableDocumentError(f"{doing}: too many files have that name. Rename it.")
 
 
@@ -71,7 +71,8 @@ def _deleting(path: Path) -> Iterator[None]:
         return
     except OSError as error:
         raise LibraryError(
-            f"Deleting {path}: {error.strerror or error}. It stays in the list: check the rights, and delete it again."
+            f"Deleting {path}: {error.strerror or error}. The document stays listed: check its permissions, and "
+            "delete it again."
         ) from error
 
 

@@ -56,7 +56,8 @@ OnlyZero = Annotated[float, Field(ge=0, le=0)]
 
 
 class OllamaOptions(OwnOptions):
-    """`options` of Ollama's requests. Unsupported ones that would change an answer must have the value that is off."""
+    """`options` of Ollama's requests. Unsupported ones that would change an answer are accepted
+    only when switched off."""
 
     num_predict: Literal[-1, -2] | Count | None = None
     temperature: float | None = None

@@ -23,7 +23,7 @@ from torch import Tensor
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier, page_locked
-from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
+from ragblend.kvstore.policy import DEFAULT_POLICY, eviction_policy_named
 
 MAX_READERS = 8
 MAX_LAYERS_AHEAD = 2  # layers that the host queues ahead, so that the device is never idle
@@ -224,7 +224,7 @@ def memory_tiers(
     device: torch.device, memory_bytes: int | None, device_bytes: int | None, policy: str | None = None
 ) -> list[MemoryTier]:
     """The store's tiers above the disk, fastest first. Bytes: None for the default, 0 for no tier."""
-    eviction_policy, defaults = policy_named(policy or DEFAULT_POLICY), default_budgets(device)
+    eviction_policy, defaults = eviction_policy_named(policy or DEFAULT_POLICY), default_budgets(device)
     memory = defaults[0] if memory_bytes is None else memory_bytes
     on_device = 0 if device.type == "cpu" else defaults[1] if device_bytes is None else device_bytes
     tiers = (

@@ -123,7 +123,7 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
     assert filled.engine.waited and "Encoding 2 passages for" in capfd.readouterr().err
     filled.engine.misses, filled.engine.needs_measurement, filled.engine.waited = 0, True, False
     filled("ask", "Sky?")
-    assert filled.engine.waited and "\nMeasuring once how answers" in capfd.readouterr().err
+    assert filled.engine.waited and "\nMeasuring the model's speed" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

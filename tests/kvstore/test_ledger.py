@@ -7,7 +7,7 @@ import pytest
 from ragblend.kvstore import ledger
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.counters import Counts
-from ragblend.kvstore.policy import POLICIES, Entry, clock_after, computed, ranked, used
+from ragblend.kvstore.policy import EVICTION_POLICIES, Entry, clock_after, computed, ranked, used
 from ragblend.kvstore.store import KVStore
 
 pytestmark = pytest.mark.usefixtures("quick_disk")  # nothing here is about power cuts
@@ -26,7 +26,7 @@ class Memory:
     """The same retrievals and puts over dictionaries, sorted anew for every victim."""
 
     def __init__(self, name, budget_bytes):
-        self.policy, self.budget_bytes = POLICIES[name], budget_bytes
+        self.policy, self.budget_bytes = EVICTION_POLICIES[name], budget_bytes
         self.half_life = self.policy.half_life
         self.here, self.gone, self.stored = {}, {}, set()
         self.uses = self.clock = 0.0
@@ -70,7 +70,7 @@ def digests(store):
     return {key.digest for key in store.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_eviction_equals_a_model_in_memory(root, samples, name):
     """Retrievals, puts, deletes and reopenings at random; after each put the same values are there."""
     seeded, budget = random.Random(name), sum(Blob.of(*each).nbytes for each in samples[:14])
@@ -263,7 +263,7 @@ def test_without_a_ledger_values_are_ranked_in_insertion_order(root, sample, row
 
 
 def in_memory(max_remembered=3):
-    return ledger.Ledger({}, POLICIES["pgdsf"], max_remembered=max_remembered)
+    return ledger.Ledger({}, EVICTION_POLICIES["pgdsf"], max_remembered=max_remembered)
 
 
 def digest_of(number):

@@ -8,13 +8,13 @@ import pytest
 
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.policy import (
-    POLICIES,
+    EVICTION_POLICIES,
     Entry,
     PrefillProfile,
     clock_after,
     computed,
+    eviction_policy_named,
     joined,
-    policy_named,
     ranked,
     used,
 )
@@ -67,17 +67,17 @@ ENTRY = Entry("a", nbytes=2000, used_at=50.0, tokens=100, frequency=3.0, cost=1.
     ],
 )
 def test_each_policy_is_its_formula(name, priority):
-    assert ranked(ENTRY, POLICIES[name], clock=7.0).priority == pytest.approx(priority)
+    assert ranked(ENTRY, EVICTION_POLICIES[name], clock=7.0).priority == pytest.approx(priority)
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    assert policy_named("lru") is POLICIES["lru"]
+    assert eviction_policy_named("lru") is EVICTION_POLICIES["lru"]
     with pytest.raises(UsageError, match="'lrv' is unknown; there are lru, gdsf, pgdsf"):
-        policy_named("lrv")
+        eviction_policy_named("lrv")
 
 
 def test_unknown_costs_and_sizes_give_finite_priorities():
-    for policy in POLICIES.values():
+    for policy in EVICTION_POLICIES.values():
         assert math.isfinite(ranked(Entry("a", 0), policy, 0.0).priority)
 
 

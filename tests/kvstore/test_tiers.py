@@ -13,7 +13,7 @@ from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
 from ragblend.kvstore.memory import HeldChunk, MemoryTier, held_nbytes, read_whole
-from ragblend.kvstore.policy import POLICIES
+from ragblend.kvstore.policy import EVICTION_POLICIES
 from ragblend.kvstore.store import KVStore
 
 GENEROUS = 1 << 30
@@ -28,7 +28,7 @@ def open_tier(request, root) -> Callable[[int], KVStore | MemoryTier]:
         if request.param == "disk":
             opened.append(KVStore.open(root, budget_bytes))
             return opened[-1]
-        policy = POLICIES["lru" if request.param.endswith("lru") else "pgdsf"]
+        policy = EVICTION_POLICIES["lru" if request.param.endswith("lru") else "pgdsf"]
         return MemoryTier("memory", budget_bytes, policy=policy)
 
     yield open_
