@@ -173,7 +173,7 @@ class _OfficeDocument:
                 for each in node.iter():
                     self._notes.pop((NOTES.get(local_name(each), ""), xml_attribute(each, "id")), None)
             return
-        if name == "t":
+        if name == "t" and not len(node):  # of a diagram, `t` has paragraphs
             out.append(escape(node.text or ""))
         elif name in AS_TEXT:
             out.append(AS_TEXT[name])

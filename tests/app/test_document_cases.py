@@ -678,7 +678,11 @@ def test_slides_with_formulas_charts_and_diagrams(tmp_path):
     bars, diagram = (shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 99, 99, data) for _ in range(2))
     plot = bars.chart._chartSpace.chart.plotArea.find(qn("c:barChart"))
     plot.tag = plot.tag.replace("barChart", "area3DChart")
-    text = f"<x:dataModel xmlns:x='x' xmlns:a='{DRAWING}'><a:p><a:r><a:t>Ask first</a:t></a:r></a:p></x:dataModel>"
+    words = "<a:bodyPr/><a:p><a:r><a:t>Ask first</a:t></a:r></a:p>"
+    text = (
+        f"<x:dataModel xmlns:x='x' xmlns:a='{DRAWING}'><x:ptLst><x:pt><x:t>{words}</x:t></x:pt></x:ptLst>"
+        "</x:dataModel>"
+    )
     part = Part(
         PackURI("/ppt/diagrams/data1.xml"), "application/xml", presentation.part.package, text.encode()
     )
