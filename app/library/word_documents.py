@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
@@ -204,8 +205,8 @@ class _OfficeDocument:
             out.append(f" {escape(node.get('descr', ''))} ")
         elif name in RELATED or (name == "chart" and not len(node)):
             self._write_related(node, out)
-        elif xml_child(node, "ser") is not None:  # of a chart
-            out.append(_chart_table(node))
+        elif name.endswith("Chart") and xml_child(node, "ser") is not None:
+            out.append(_chart_tables(node))
         elif name == "AlternateContent":
             for choice in node:
                 inside, unread = list[str](), len(self.left_out)
@@ -299,17 +300,23 @@ def _spans(cell: Element) -> str:
     return f' colspan="{width}"{f" rowspan={CONTINUES_ABOVE}" if continues_above else ""}'
 
 
-def _chart_table(plot: Element) -> str:
-    """The categories of a chart, with the values of each series."""
-    series = [each for each in plot if local_name(each) == "ser"]
-    names = [_points(xml_child(each, "tx")).get(0, "") for each in series]
-    categories = _points(xml_child(series[0], "cat", "xVal"))
-    values = [_points(xml_child(each, "val", "yVal")) for each in series]
-    rows = [["", *names]]
-    for at in sorted(set(categories).union(*values)):
-        rows.append([categories.get(at, ""), *(_rounded(each.get(at, "")) for each in values)])
-    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+def _chart_tables(plot: Element) -> str:
+    """The categories or x values of a chart, with the values of each series. Series with other x values get a table of
+    their own.
+    """
+    every = [each for each in plot if local_name(each) == "ser"]
+    html = ""
+    for x_values, group in groupby(every, key=lambda each: _points(xml_child(each, "xVal"))):
+        series = list(group)
+        names = [_points(xml_child(each, "tx")).get(0, "") for each in series]
+        categories = x_values or _points(xml_child(series[0], "cat"))
+        values = [_points(xml_child(each, "val", "yVal")) for each in series]
+        rows = [["", *names]]
+        for at in sorted(set(categories).union(*values)):
+            rows.append([categories.get(at, ""), *(_rounded(each.get(at, "")) for each in values)])
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+        html += f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    return html
 
 
 def _points(node: Element | None) -> dict[int, str]:

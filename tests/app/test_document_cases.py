@@ -415,15 +415,38 @@ def test_formulas_of_word_keep_their_signs(tmp_path, formula, wanted):
 
 
 def chart_of(series, kind="chart"):
+    """series by name: the numbers of Q1 and Q2, or in a scatter chart y by x."""
+
     def points(name, texts):
         found = "".join(f"<pt idx='{n}'><v>{text}</v></pt>" for n, text in enumerate(texts))
         return f"<{name}>{found}</{name}>"
 
-    found = (
-        f"<ser><tx><v>{name}</v></tx>{points('cat', ['Q1', 'Q2'])}{points('val', numbers)}</ser>"
+    found = "".join(
+        f"<ser><tx><v>{name}</v></tx>"
+        + (
+            points("xVal", numbers) + points("yVal", numbers.values())
+            if isinstance(numbers, dict)
+            else points("cat", ["Q1", "Q2"]) + points("val", numbers)
+        )
+        + "</ser>"
         for name, numbers in series.items()
     )
-    return f"<chartSpace xmlns='http://x/{kind}'><chart><plotArea><bar>{''.join(found)}</bar></plotArea></chart></chartSpace>"
+    return f"<chartSpace xmlns='http://x/{kind}'><chart><plotArea><aChart>{found}</aChart></plotArea></chart></chartSpace>"
+
+
+@pytest.mark.parametrize(
+    ("series", "wanted"),
+    [
+        ({"A": {1: 5}, "B": {10: 50, 20: 60}}, "A\n\n1 | 5\n\nB\n\n10 | 50\n20 | 60"),
+        ({"A": {1: 5, 2: 6}, "B": {1: 50, 2: 60}}, "1\nA: 5\nB: 50\n\n2\nA: 6\nB: 60"),
+    ],
+)
+def test_scatter_charts_keep_each_series_x_values(tmp_path, series, wanted):
+    """The points of all series had the x values of the first."""
+    path = docx(
+        tmp_path / "a.docx", "<w:p><chart r:id='r0'/></w:p>", chart=("charts/chart1.xml", chart_of(series))
+    )
+    assert text_of(path) == wanted
 
 
 def test_word_headers_footers_and_embedded_html(tmp_path):
