@@ -471,6 +471,15 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
     assert text_of(path).split("\n\n") == [*texts, "Page foot"]
 
 
+def test_an_object_that_a_strict_word_document_embeds_is_noted(tmp_path):
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Body')}<w:r><w:object><w:objectEmbed r:id='r0'/></w:object></w:r></w:p>",
+        package=("embeddings/sheet.xlsx", "not read"),
+    )
+    assert notes_of(path) == "what is embedded was not read: word/embeddings/sheet.xlsx"
+
+
 def test_word_superscripts_by_a_style_and_notes_by_one(tmp_path):
     """10⁶ was read as 106; the text of a note is no superscript."""
     styled = "<w:r><w:rPr><w:rStyle w:val='Up'/></w:rPr>{}</w:r>".format
