@@ -136,9 +136,11 @@ class _OfficeDocument:
         }
         self._numbering = Numbering(self._children("numbering"))
         self._notes = {
-            (kind, xml_attribute(note, "id")): note
+            (kind, xml_attribute(note, "id")): (note, relations)
             for kind in NOTES.values()
-            for note in self._children(kind)
+            for name, root in self._parts[kind]
+            for relations in [_relations(archive, name)]
+            for note in root
         }
 
     def word_html(self, path: Path) -> str:
@@ -148,10 +150,9 @@ class _OfficeDocument:
         out: list[str] = []
         for kind in ("hdr", "document", "ftr"):
             for name, root in self._parts[kind]:
-                self._relations = _relations(self._archive, name)
-                self._write(root, out)
-        for note in self._notes.values():  # the remaining ones, to which nothing refers
-            self._write(note, out)
+                self._write_part(root, _relations(self._archive, name), out)
+        for note, relations in self._notes.values():  # the remaining ones, to which nothing refers
+            self._write_part(note, relations, out)
         return "".join(out)
 
     def part_text(self, name: str) -> str:
@@ -159,13 +160,19 @@ class _OfficeDocument:
         root = archive_xml(self._archive, name)
         shapes = [each for each in root.iter() if local_name(each) == "sp"]
         notes = [sp for sp in shapes if any(xml_attribute(each, "type") == "body" for each in sp.iter())]
-        self._relations, out = _relations(self._archive, name), list[str]()
+        relations, out = _relations(self._archive, name), list[str]()
         for node in notes if local_name(root) == "notes" else [root]:
-            self._write(node, out)
+            self._write_part(node, relations, out)
         return "\n\n".join(text for text, _ in html_sections("".join(out)))
 
     def _children(self, kind: str) -> list[Element]:
         return [each for _, root in self._parts[kind] for each in root]
+
+    def _write_part(self, node: Element, relations: dict[str, str], out: list[str]) -> None:
+        """Write a part, or an element of it, with the relations of that part."""
+        outer, self._relations = self._relations, relations
+        self._write(node, out)
+        self._relations = outer
 
     def _write(self, node: Element, out: list[str]) -> None:
         name = local_name(node)
@@ -185,7 +192,7 @@ class _OfficeDocument:
             and (note := self._notes.pop((NOTES[name], xml_attribute(node, "id")), None)) is not None
         ):
             inside: list[str] = []
-            self._write(note, inside)
+            self._write_part(*note, inside)
             out.append(f" ({inline_markup(''.join(inside))}) ")
         elif name == "sym" and (
             code := xml_attribute(node, "char")
@@ -276,11 +283,8 @@ class _OfficeDocument:
         kind = posixpath.splitext(name.lower())[1]
         if name in self._archive.namelist() and local_name(node) not in EMBEDDED:
             if kind == ".xml" and not NEWER_CHART.match((root := archive_xml(self._archive, name)).tag):
-                # Relations are a part's own. The other part is read without any, else parts that refer to each other
-                # would be read for ever.
-                outer, self._relations = self._relations, {}
-                self._write(root, out)
-                self._relations = outer
+                # Without its relations: parts that refer to each other would be read forever.
+                self._write_part(root, {}, out)
                 return
             if kind in {".htm", ".html", ".xhtml", ".txt"}:
                 text = decode(self._archive.read(name), Path(name))

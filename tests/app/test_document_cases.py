@@ -480,6 +480,25 @@ def test_an_object_that_a_strict_word_document_embeds_is_noted(tmp_path):
     assert notes_of(path) == "what is embedded was not read: word/embeddings/sheet.xlsx"
 
 
+def test_an_object_in_a_footnote_of_word_is_named_by_the_footnotes_relations(tmp_path):
+    """`word/footnotes.xml was not read`, as the document has another part by the same id."""
+    note = f"<w:p>{run('Net')}<w:r><w:object><OLEObject r:id='r0'/></w:object></w:r></w:p>"
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Fee')}<w:r><w:footnoteReference w:id='2'/></w:r></w:p>",
+        footnotes=(
+            "footnotes.xml",
+            f'<w:footnotes xmlns:w="{WORD}" xmlns:r="{OFFICE}"><w:footnote w:id="2">{note}</w:footnote></w:footnotes>',
+        ),
+        other=(
+            "_rels/footnotes.xml.rels",
+            f'<Relationships><Relationship Id="r0" Type="{OFFICE}/oleObject" Target="1.bin"/></Relationships>',
+        ),
+    )
+    assert text_of(path) == "Fee (Net)"
+    assert notes_of(path) == "what is embedded was not read: word/1.bin"
+
+
 def test_word_superscripts_by_a_style_and_notes_by_one(tmp_path):
     """10⁶ was read as 106; the text of a note is no superscript."""
     styled = "<w:r><w:rPr><w:rStyle w:val='Up'/></w:rPr>{}</w:r>".format
