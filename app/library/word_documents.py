@@ -151,8 +151,8 @@ class _OfficeDocument:
         for kind in ("hdr", "document", "ftr"):
             for name, root in self._parts[kind]:
                 self._write_part(root, _relations(self._archive, name), out)
-        for note, relations in self._notes.values():  # the remaining ones, to which nothing refers
-            self._write_part(note, relations, out)
+        while self._notes:  # the remaining ones, to which nothing refers, unless another of them does
+            self._write_part(*self._notes.pop(next(iter(self._notes))), out)
         return "".join(out)
 
     def part_text(self, name: str) -> str:

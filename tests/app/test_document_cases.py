@@ -532,7 +532,10 @@ def test_word_building_blocks_are_not_the_documents_parts(tmp_path):
 def test_word_comments_on_the_same_words(tmp_path):
     comments = "".join(
         f'<w:comment w:id="{n}" w:initials="A">{paragraph(text)}</w:comment>'
-        for n, text in enumerate(("One.", "Two.", "Left over."))
+        for n, text in enumerate(("One.", "Two.", "Left over.", "Reply."))
+    )
+    comments = comments.replace(
+        "Left over.", "Left over.</w:t></w:r><w:r><w:commentReference w:id='3'/><w:t>"
     )
     references = "".join(f"<w:r><w:commentReference w:id='{n}'/></w:r>" for n in (0, 1))
     path = docx(
@@ -540,7 +543,7 @@ def test_word_comments_on_the_same_words(tmp_path):
         f"<w:p>{run('Text')}{references}</w:p>",
         comments=("comments.xml", f'<w:comments xmlns:w="{WORD}">{comments}</w:comments>'),
     )
-    assert " ".join(text_of(path).split()) == "Text (One.) (Two.) Left over."
+    assert " ".join(text_of(path).split()) == "Text (One.) (Two.) Left over. (Reply.)"
 
 
 @pytest.mark.parametrize(
