@@ -14,7 +14,7 @@ from contextlib import suppress
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, ParseError
 
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACEMENT, decode
@@ -282,7 +282,11 @@ class _OfficeDocument:
         name = next((target for id_ in node.attrib.values() if (target := self._relations.get(id_))), "")
         kind = posixpath.splitext(name.lower())[1]
         if name in self._archive.namelist() and local_name(node) not in EMBEDDED:
-            if kind == ".xml" and not NEWER_CHART.match((root := archive_xml(self._archive, name)).tag):
+            root = None
+            if kind == ".xml":
+                with suppress(ParseError, ValueError):  # broken, or with entities
+                    root = archive_xml(self._archive, name)
+            if root is not None and not NEWER_CHART.match(root.tag):
                 # Without its relations: parts that refer to each other would be read forever.
                 self._write_part(root, {}, out)
                 return

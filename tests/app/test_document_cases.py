@@ -480,6 +480,17 @@ def test_an_object_that_a_strict_word_document_embeds_is_noted(tmp_path):
     assert notes_of(path) == "what is embedded was not read: word/embeddings/sheet.xlsx"
 
 
+@pytest.mark.parametrize("content", ["", "<chartSpace>", "<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>"])
+def test_a_damaged_chart_leaves_the_word_document_readable(tmp_path, content):
+    path = docx(
+        tmp_path / "a.docx",
+        f"{paragraph('Body')}<w:p><chart r:id='r0'/></w:p>",
+        chart=("charts/chart1.xml", content),
+    )
+    assert text_of(path) == "Body"
+    assert notes_of(path) == "what is embedded was not read: word/charts/chart1.xml"
+
+
 def test_an_object_in_a_footnote_of_word_is_named_by_the_footnotes_relations(tmp_path):
     """`word/footnotes.xml was not read`, as the document has another part by the same id."""
     note = f"<w:p>{run('Net')}<w:r><w:object><OLEObject r:id='r0'/></w:object></w:r></w:p>"
