@@ -210,17 +210,15 @@ class _OfficeDocument:
             out.append(escape("".join(entries[chosen : chosen + 1])))
         elif name == "docPr":  # of a picture
             out.append(f" {escape(node.get('descr', ''))} ")
-        elif name in RELATED or (name == "chart" and not len(node)):
+        elif _is_related(node):
             self._write_related(node, out)
         elif name.endswith("Chart") and xml_child(node, "ser") is not None:
             out.append(_chart_tables(node))
-        elif name == "AlternateContent":
-            for choice in node:
-                inside, unread = list[str](), len(self.left_out)
-                self._write(choice, inside)
-                if inline_markup("".join(inside)) or len(self.left_out) > unread:
-                    out += inside
-                    break
+        elif name == "AlternateContent" and len(node):
+            inside = list[str]()
+            self._write(next(filter(_has_content, node), node[0]), inside)
+            if inline_markup("".join(inside)):  # else an empty box would divide a paragraph
+                out += inside
         elif name == "tc" and xml_attribute(node, "hMerge") in TRUE_VALUES:
             return
         else:
@@ -295,6 +293,25 @@ class _OfficeDocument:
                 out.append(f"<pre>{escape(text)}</pre>" if kind == ".txt" else f"<div>{text}</div>")
                 return
         self.left_out.add(name or "a part that is missing")
+
+
+def _is_related(node: Element) -> bool:
+    """Whether an element stands for another part of the document."""
+    return local_name(node) in RELATED or (local_name(node) == "chart" and not len(node))
+
+
+def _has_content(choice: Element) -> bool:
+    """Whether one form of alternative content has any text, or refers to another part. Writing it to see would change
+    the numbers of the following paragraphs.
+    """
+    return any(
+        _is_related(each)
+        or (local_name(each) in {"ddList", *NOTES})
+        or (local_name(each) == "t" and (each.text or "").strip())
+        or (local_name(each) == "docPr" and each.get("descr", "").strip())
+        or (local_name(each) == "sym" and xml_attribute(each, "char"))
+        for each in choice.iter()
+    )
 
 
 def _spans(cell: Element) -> str:

@@ -341,21 +341,47 @@ def test_word_document(tmp_path, body, wanted):
     assert " ".join(text_of(docx(tmp_path / "a.docx", body)).split()) == wanted
 
 
+in_list = "<w:pPr><w:numPr><w:ilvl w:val='0'/><w:numId w:val='1'/></w:numPr>{}</w:pPr>".format
+NUMBERING = (
+    f'<w:numbering xmlns:w="{WORD}"><w:abstractNum w:abstractNumId="0"><w:lvl w:ilvl="0"><w:numFmt w:val="decimal"/>'
+    '<w:lvlText w:val="§ %1"/></w:lvl></w:abstractNum><w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>'
+    "</w:numbering>"
+)
+
+
+@pytest.mark.parametrize(
+    ("choice", "fallback", "wanted"),
+    [
+        ("", "", "§ 1 One § 3 Three"),
+        ("Two", "2", "§ 1 One § 2 Two § 3 Three"),
+        ("", "2", "§ 1 One § 2 2 § 3 Three"),
+    ],
+)
+def test_alternatives_in_word_are_counted_once(tmp_path, choice, fallback, wanted):
+    """An empty numbered paragraph was counted in both forms of its box."""
+    one, two, other, three = (
+        f"<w:p>{in_list('')}{run(text)}</w:p>" for text in ("One", choice, fallback, "Three")
+    )
+    box = f"<mc:AlternateContent><mc:Choice>{two}</mc:Choice><mc:Fallback>{other}</mc:Fallback></mc:AlternateContent>"
+    path = docx(tmp_path / "a.docx", one + box + three, numbering=("numbering.xml", NUMBERING))
+    assert " ".join(text_of(path).split()) == wanted
+
+
+def test_an_empty_box_does_not_divide_a_paragraph_of_word(tmp_path):
+    box = f"<mc:AlternateContent><mc:Choice>{BOX.format('')}</mc:Choice></mc:AlternateContent>"
+    path = docx(tmp_path / "a.docx", f"<w:p>{run('Before')}<w:r>{box}</w:r>{run(' after')}</w:p>")
+    assert text_of(path) == "Before after"
+
+
 @pytest.mark.parametrize("kind", ["del", "moveFrom"])
 def test_deleted_paragraphs_of_word_are_not_counted_and_have_no_notes(tmp_path, kind):
     """The second of two paragraphs was § 3, and a deleted note stood at the end."""
-    number = "<w:pPr><w:numPr><w:ilvl w:val='0'/><w:numId w:val='1'/></w:numPr>{}</w:pPr>".format
     gone = f"<w:{kind}/><w:del><w:r><w:delText>Old.</w:delText><w:footnoteReference w:id='2'/></w:r></w:del>"
-    level = '<w:lvl w:ilvl="0"><w:numFmt w:val="decimal"/><w:lvlText w:val="§ %1"/></w:lvl>'
-    lists = (
-        f'<w:numbering xmlns:w="{WORD}"><w:abstractNum w:abstractNumId="0">{level}</w:abstractNum>'
-        '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num></w:numbering>'
-    )
     path = docx(
         tmp_path / "a.docx",
-        f"<w:p>{number('')}{run('One')}</w:p><w:p>{number(f'<w:rPr><w:{kind}/></w:rPr>')}{gone}</w:p>"
-        f"<w:p>{number('')}{run('Two')}</w:p>",
-        numbering=("numbering.xml", lists),
+        f"<w:p>{in_list('')}{run('One')}</w:p><w:p>{in_list(f'<w:rPr><w:{kind}/></w:rPr>')}{gone}</w:p>"
+        f"<w:p>{in_list('')}{run('Two')}</w:p>",
+        numbering=("numbering.xml", NUMBERING),
         footnotes=(
             "footnotes.xml",
             f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("Old.")}</w:footnote></w:footnotes>',
