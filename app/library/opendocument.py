@@ -59,12 +59,12 @@ def _write(node: Element, script_tags: dict[str, str], out: list[str], is_text: 
     if name in NOTES:
         out.append(f" ({inline_markup(''.join(inside))}) ")
     else:
-        spans = "".join(
-            f' {name}="{xml_attribute(node, f"number-{what}-spanned")}"'
-            for name, what in (("colspan", "columns"), ("rowspan", "rows"))
-        )
-        out += [
-            f"<{tag}{spans if tag == 'td' else ''}>" if tag else AS_TEXT.get(name, ""),
-            *inside,
-            f"</{tag}>" if tag else "",
-        ]
+        spans = _spans(node) if tag == "td" else ""
+        out += [f"<{tag}{spans}>" if tag else AS_TEXT.get(name, ""), *inside, f"</{tag}>" if tag else ""]
+
+
+def _spans(cell: Element) -> str:
+    return "".join(
+        f' {name}="{xml_attribute(cell, f"number-{what}-spanned")}"'
+        for name, what in (("colspan", "columns"), ("rowspan", "rows"))
+    )
