@@ -195,7 +195,7 @@ def test_a_forwarded_chat_is_saved_by_the_host(home, told) -> None:
         out, notes = process.communicate(f"{QUESTION}\nAnd when? \udce9\n\n", timeout=SOON_S)
         assert process.returncode == 0, notes
         answers = [json.loads(line) for line in out.splitlines()]
-        assert len(answers) == 2 and notes.count("\n> ") == 3 and "Kept." in notes
+        assert len(answers) == 2 and notes.count("\n> ") == 3 and "Saved." in notes
         said = services.chats.messages(answers[0]["chat"])
         assert [each.text for each in said if each.role == "user"] == [QUESTION, "And when? ?"]
 

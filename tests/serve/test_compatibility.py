@@ -230,9 +230,9 @@ def test_only_allowed_tools_are_called(caller, is_nested) -> None:
     ("tools", "message"),
     [
         ([], "lists no allowed tools"),
-        ([{"type": "function", "function": {"name": "no"}}], "allows 'no'; there are hoist"),
-        ([7], "allows 7; there are hoist"),
-        ([["hoist"]], "allows ['hoist']; there are hoist"),
+        ([{"type": "function", "function": {"name": "no"}}], "allows 'no', which is no tool; the tools are: hoist"),
+        ([7], "allows 7, which is no tool; the tools are: hoist"),
+        ([["hoist"]], "allows ['hoist'], which is no tool; the tools are: hoist"),
     ],
     ids=["none", "unknown", "number", "list"],
 )  # fmt: skip
