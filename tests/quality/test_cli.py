@@ -141,7 +141,7 @@ def test_a_missing_package_is_named_before_measuring(bench, command, home, monke
     from ragblend.app import extras
 
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "matplotlib" else name)
-    with pytest.raises(UsageError, match=r"without matplotlib, .*\[bench\]"):
+    with pytest.raises(UsageError, match=r"without matplotlib: .*\[bench\]"):
         bench(command)
     assert not home.exists()
 
