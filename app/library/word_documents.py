@@ -48,6 +48,10 @@ HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
     r"^ppt/|theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
 )  # parts without text, and those that are read where another part refers to them
+# Outside of a slide's tables: indentation, runs of spaces, and bars. In HTML they would be lost, for example in code.
+KEPT = re.compile(r"<table>.*?</table>|(?P<kept>(?<=<dd>|<br>)[ \t]+|[ \t]{2,}|\|)", re.DOTALL)
+PROTECTED = {ord(" "): "\ue010", ord("\t"): "\ue010" * 4, ord("|"): "\ue011"}  # private-use characters
+UNPROTECTED = {0xE010: " ", 0xE011: "|"}
 # Elements of Office Math in MathML; below, the text between the parts of other elements.
 MATHML = {
     "f": "mfrac",
@@ -163,7 +167,10 @@ class _OfficeDocument:
         relations, out = _relations(self._archive, name), list[str]()
         for node in notes if local_name(root) == "notes" else [root]:
             self._write_part(node, relations, out)
-        return "\n\n".join(text for text, _ in html_sections("".join(out)))
+        html = KEPT.sub(
+            lambda found: found[0].translate(PROTECTED) if found["kept"] else found[0], "".join(out)
+        )
+        return "\n\n".join(text for text, _ in html_sections(html)).translate(UNPROTECTED).strip()
 
     def _children(self, kind: str) -> list[Element]:
         return [each for _, root in self._parts[kind] for each in root]

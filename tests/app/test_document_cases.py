@@ -738,6 +738,22 @@ def test_slides(tmp_path):
     ]
 
 
+def test_code_on_a_slide_keeps_its_indentation_and_bars(tmp_path):
+    """`grep a | sort |` was read as `grep a | sort`."""
+    from pptx import Presentation
+
+    code = "if a:\v    run |\n| sort  # x\n|\n| a | b |"
+    presentation = Presentation()
+    slide = presentation.slides.add_slide(presentation.slide_layouts[6])
+    slide.shapes.add_textbox(0, 0, 99, 99).text_frame.text = code
+    slide.notes_slide.notes_text_frame.text = "  "
+    table = slide.shapes.add_table(2, 2, 0, 0, 99, 99).table
+    for n, text in enumerate(("  Oslo", "a  b", "Rome", "c")):
+        table.cell(*divmod(n, 2)).text = text
+    presentation.save(tmp_path / "a.pptx")
+    assert text_of(tmp_path / "a.pptx") == code.replace("\v", "\n") + "\n\nOslo | a b\nRome | c"
+
+
 def test_slides_with_formulas_charts_and_diagrams(tmp_path):
     """A box with a formula was lost with all of its text, and so was a chart; one in three dimensions made the whole
     file unreadable.
