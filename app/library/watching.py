@@ -176,10 +176,10 @@ def _path_of_event(path: Path) -> Path:
 
 
 def _is_skipped(path: Path, root: Path, skip: str, home: Path) -> bool:
-    """Whether `discover` would skip this path: by the setting `skip`, or because it is in the home."""
-    inside = path.relative_to(root).parts if path.is_relative_to(root) else path.parts
-    return any(is_skipped(part, skip) for part in inside) or any(
-        is_home(step, home) for step in (path, *path.parents)
+    """Whether `discover` would skip this path: by the setting `skip`, or because it is in a home within the root."""
+    inside = path.relative_to(root) if path.is_relative_to(root) else path
+    return any(is_skipped(part, skip) for part in inside.parts) or any(
+        is_home(root / step, home) for step in (inside, *inside.parents)
     )
 
 

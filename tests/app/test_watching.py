@@ -83,6 +83,15 @@ def test_uploads_are_not_ingested_for_a_watched_folder_around_the_home(
     assert {each.file.parent for each in workspaces.library.documents("default")} == {documents}
 
 
+def test_changes_in_a_watched_folder_within_the_home_are_ingested(watcher, workspaces):
+    """Such a folder was scanned once, and later changes were ignored."""
+    folder = workspaces.home.root / "notes"
+    folder.mkdir()
+    watched(watcher, folder)
+    (folder / "last.txt").write_text("A new document about trains.")
+    until(lambda: names(workspaces) == {"last.txt": "done"})
+
+
 def test_a_file_that_becomes_a_folder_loses_its_passages(watcher, workspaces, documents):
     watched(watcher, documents)
     until(lambda: names(workspaces).get("sky.txt") == "done")
