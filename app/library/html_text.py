@@ -31,7 +31,8 @@ LIST_TYPES |= {"lowerroman": "lowerRoman", "upperroman": "upperRoman"}
 SUPERSCRIPT = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋")
 CELLS = {"td", "th"}
-MAX_SPANNED = 1000  # rows or columns, by one cell
+MAX_SPANNED = {"rowspan": 1000, "colspan": 99}  # by one cell
+MAX_SPANNING_COLUMNS = 1000  # of a table: a cell further right spans only itself
 CONTINUES_ABOVE = "^"  # our own value of rowspan: the cell continues the one above it, as in DOCX
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 SUPER_OR_SUB = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
@@ -99,7 +100,11 @@ def _rows_of_table(found: re.Match[str]) -> str:
 def _spread_cells(rows: list[list[str]]) -> list[list[str]]:
     """The rows with a spanning cell's text in each row that it spans. Of the columns that it spans, only the first gets
     the text; in a header row all do.
+
+    A cell right of the widest row's end spans only itself: else spanning cells in each row would fill memory.
     """
+    widest = max(sum(1 + cell.count(_COLUMN_SPAN) for cell in row) for row in rows)
+    columns = min(widest, MAX_SPANNING_COLUMNS)
     grid: list[dict[int, str]] = [{} for _ in rows]  # texts by column
     for at, row in enumerate(rows):
         is_alone = len(row) == 1 and not grid[at]  # a line across the table
@@ -110,8 +115,9 @@ def _spread_cells(rows: list[list[str]]) -> list[list[str]]:
             text = cell.translate(_WITHOUT_MARKERS).strip()
             if _CONTINUES_ABOVE in cell and at:
                 text = grid[at - 1].get(column, "")
-            width = 1 if is_alone else 1 + cell.count(_COLUMN_SPAN)
-            for below in grid[at : at + 1 + cell.count(_ROW_SPAN)]:
+            width = 1 if is_alone else max(1, min(1 + cell.count(_COLUMN_SPAN), columns - column))
+            height = 1 if column >= columns else 1 + cell.count(_ROW_SPAN)
+            for below in grid[at : at + height]:
                 below |= {column + n: text if n == 0 or is_header else "" for n in range(width)}
     return [[cells.get(column, "") for column in range(max(cells) + 1)] for cells in grid]
 
@@ -268,8 +274,8 @@ def _begins_item(paragraph: Any) -> bool:
 
 def _further_span(cell: Any, attribute: str) -> int:
     """How many further rows or columns a cell spans."""
-    digits = re.match(r"\d{1,4}", cell.attributes.get(attribute) or "")
-    return min(int(digits[0]), MAX_SPANNED) - 1 if digits else 0
+    digits = re.match(r"[1-9]\d{0,8}(?![\d%])", cell.attributes.get(attribute) or "")
+    return min(int(digits[0]), MAX_SPANNED[attribute]) - 1 if digits else 0
 
 
 def _with_operators(tag: str, arguments: list[Any]) -> list[Any]:

@@ -1264,6 +1264,17 @@ def test_html_tables(tmp_path, markup, text):
             "\n".join(f"x | {n}" for n in range(120)),
         ),
         (
+            "<tr><th>Name<th colspan='100%'>Marks",
+            "<tr><td>Ada<td>1<td>2<tr><td>Bo<td>3<td>4",
+            "Name | Marks\nAda | 1 | 2\nBo | 3 | 4",
+        ),
+        (
+            "",
+            "<tr><td rowspan=1000 colspan=2>x<td>y"
+            * 40,  # each row was longer than the row above, and filled memory
+            "x | | y\nx | | x | y" + "\nx | | x | x | y" * 38,
+        ),
+        (
             "",
             f"<tr><td rowspan=2><p>{'word ' * 80}end.<p>Second.<td>Title<tr><td>Below",
             f"{'word ' * 80}end.\n\nSecond.\n\nTitle\nBelow",
