@@ -140,14 +140,16 @@ def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
 def _contents(part: Any, path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
     """(text, "") of each text of a message, ("", name) of each attachment. A message with pictures has several texts.
 
-    Of alternatives the plain text is taken, or HTML if it is blank.
+    Of alternatives the plain text is taken, or HTML if it is blank; if they have neither, they are attachments.
     """
-    if part.get_content_maintype() == "multipart" and part.get_content_subtype() != "alternative":
-        for each in part.iter_parts():
+    is_multipart = part.get_content_maintype() == "multipart"
+    has_no_body = part.get_content_subtype() != "alternative" if is_multipart else part.get_filename()
+    kinds = () if has_no_body else ("plain", "html")
+    bodies = [body for kind in kinds if (body := part.get_body((kind,))) is not None]
+    if is_multipart and not bodies and (parts := list(part.iter_parts())):
+        for each in parts:
             yield from _contents(each, path, notes)
         return
-    kinds = () if part.get_filename() else ("plain", "html")
-    bodies = [body for kind in kinds if (body := part.get_body((kind,))) is not None]
     texts = (_body_text(body, path, notes) for body in bodies)
     yield next(filter(str.strip, texts), ""), "" if bodies else part.get_filename() or part.get_content_type()
 

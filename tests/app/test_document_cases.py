@@ -1021,7 +1021,7 @@ def test_mail(tmp_path):
 
 def test_mail_of_several_texts(tmp_path):
     """The text behind a picture was named as an attachment, of an empty plain text with HTML nothing was read, and what
-    is attached to an inner message was not named.
+    is attached to an inner message was not named. Of alternatives without a text only their container was named.
     """
     message = EmailMessage()
     message.set_content("It hangs")
@@ -1035,8 +1035,13 @@ def test_mail_of_several_texts(tmp_path):
     inner.set_content("It is new.")
     inner.add_attachment(b"x", maintype="application", subtype="pdf", filename="key.pdf")
     message.attach(inner)
+    event = EmailMessage()
+    event.set_content("BEGIN:VEVENT", subtype="calendar", filename="tea.ics")
+    event.add_alternative(b"x", maintype="application", subtype="pdf", filename="tea.pdf")
+    message.attach(event)
     (tmp_path / "a.eml").write_bytes(message.as_bytes())
-    text = "Attachments: door.png, key.pdf\n\nIt hangs\n\nbehind the door.\n\nThe fee is 400.\n\nIt is new."
+    texts = ["It hangs", "behind the door.", "The fee is 400.", "It is new."]
+    text = "\n\n".join(["Attachments: door.png, key.pdf, tea.ics, tea.pdf", *texts])
     assert parse(tmp_path / "a.eml")["parts"] == [(text, "")]
 
 
