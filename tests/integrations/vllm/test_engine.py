@@ -130,7 +130,7 @@ def test_closing_a_stream_stops_the_server(engines):
 def test_what_the_server_refuses_is_reported(engines):
     theirs, _ = engines
     prompt = theirs.chat_prompt(None, [Chunk(text, collection="theirs") for text in STORED[:3]], QUESTION)
-    assert "'theirs' is none" in theirs.generate(prompt, max_new_tokens=2).report.warning
+    assert "without the collection 'theirs'" in theirs.generate(prompt, max_new_tokens=2).report.warning
     with pytest.raises(UsageError, match=r"refuses the request.*[Gg]rammar"):
         theirs.generate(prompt, grammar=Grammar("start: no_such_rule\n"))
     with pytest.raises(UnsupportedModelError):
