@@ -166,14 +166,17 @@ def _with_merged_cells(
 ) -> tuple[list[list[str]], int]:
     """The rows that have text, with a merged cell's text in all rows that it spans; and how many are the header.
 
-    These are 2 if cells of the first row span columns that the second row names. They are in all of these columns then.
+    These are 2 if cells of the first row, but not all, span columns that the second row names. They are in all of these
+    columns then. If all span some, it is a form: `Tenant | Guarantor` above `Name | Ann | Name | Ben`.
     """
     in_first_column = [(left, top, left, bottom) for left, top, _, bottom in merged]
     in_all_columns, in_one = (
         [row for row in with_merged_cells(map(list, rows), spans) if any(row)]
         for spans in (merged, in_first_column)
     )
-    if in_all_columns[0] != in_one[0] and has_subheader(in_all_columns):
+    names = in_all_columns[0]
+    have_spans = names != in_one[0] and any(names.count(name) == 1 for name in names)
+    if have_spans and has_subheader(in_all_columns):
         return in_all_columns, 2
     return in_one, 0
 

@@ -1158,8 +1158,17 @@ def test_a_ruled_table_of_a_pdf_is_read_row_by_row(tmp_path):
             [((0, 0), (1, 0)), ((0, 1), (1, 1))],
             "Name of the boat | | Berth\nGull | | 12\nbuilt | 1921 | wood",
         ),
+        (
+            [
+                ["Tenant", "", "Guarantor", ""],
+                ["Name", "Ann", "Name", "Ben"],
+                ["Phone", "12345", "Phone", "67890"],
+            ],
+            [((0, 0), (1, 0)), ((2, 0), (3, 0))],
+            "Tenant | | Guarantor |\nName | Ann | Name | Ben\nPhone | 12345 | Phone | 67890",
+        ),
     ],
-    ids=["rows", "names", "form"],
+    ids=["rows", "names", "form", "pairs"],
 )
 def test_merged_cells_of_a_pdf(tmp_path, rows, merged, text):
     path = write_table(tmp_path / "a.pdf", rows, merged=merged, before="Before.", after="After.")
