@@ -59,7 +59,7 @@ def test_another_writer_has_the_home(quiet, open_page, harbour) -> None:
         mine.tab("Library")
         mine.add(harbour)
         page.wait_for_selector("#rb-banner .rb-note:has-text('ragblend ingest elsewhere')")
-        page.wait_for_selector("#rb-queue .rb-note:has-text('one writer at a time')")
+        page.wait_for_selector("#rb-queue .rb-note:has-text('only one process may write')")
         mine.tab("Chat")
         page.fill("#rb-question textarea", ASKED)
         page.press("#rb-question textarea", "Control+Enter")
