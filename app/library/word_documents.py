@@ -26,9 +26,8 @@ from ragblend.app.library.xml_elements import child_val, local_name, xml_attribu
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
-DRAWING = re.compile(
-    r"\{[^}]*/drawingml/(2006/)?main\}"
-)  # the namespace of texts in slides, charts and diagrams
+# The namespace of texts in slides, charts and diagrams.
+DRAWING = re.compile(r"\{[^}]*/drawingml/(2006/)?main\}")
 AS_TEXT = {"tab": " ", "ptab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
 # Deleted or moved text, the reading of a Japanese word, and properties.
 LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}

@@ -29,7 +29,6 @@ MIN_QUESTIONS = 6  # with fewer, an interval says nothing
 ANSWER_TOKENS = 16
 EQUALLY_GOOD = 1.1  # up to so many times the lowest divergence counts as equally good
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-LEFT_OUT = ("random",)  # a control; those with a fixed ratio are no candidates anyway
 Clock = Callable[[], float]
 
 
@@ -71,12 +70,14 @@ def current_variant(method: str, ratio: float | str) -> Variant:
 
 def candidates(methods: dict[str, Any], most_ratio: float, current: Variant) -> tuple[Variant, ...]:
     """`reuse`, every policy that takes a ratio (except controls) at up to three ratios, and the current variant."""
+    from ragblend.engine.selection import CONTROLS
+
     if not 0 <= most_ratio <= 1:
         raise UsageError(f"--most-ratio is {most_ratio}; it must be a share from 0 to 1")
     ratios = [*(ratio for ratio in RATIOS if ratio < most_ratio), *([most_ratio] if most_ratio else [])][-3:]
     found = [Variant("reuse")]
     for name, policy in methods.items():
-        if policy.fixed_ratio is None and not policy.uses_tree and name not in LEFT_OUT:
+        if policy.fixed_ratio is None and not policy.uses_tree and name not in CONTROLS:
             found += [Variant(name, ratio) for ratio in ratios]
     own = [current] if why_not_comparable(current) is None else []
     return tuple(dict.fromkeys([*found, *own]))
