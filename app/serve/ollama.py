@@ -399,7 +399,9 @@ async def _start_loading(request: Request, body: OllamaAnswerBody, content: Json
 
 
 def _chat_messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
-    """Chat messages. Calls may have no ids in this API: a result answers the first open call, of its tool if named."""
+    """Chat messages. Calls may have no ids in this API: a result answers the first open call, of its id and its tool
+    if they are named.
+    """
     open_calls: list[tuple[str, Any]] = []  # (id, name) of calls without a result
     call_count = 0
     for index, message in enumerate(messages):
@@ -410,10 +412,12 @@ def _chat_messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
         }
         if message.role == "tool":
             chat_message["role"] = "function"  # unlike `tool`, it needs no call, as in Ollama's API
-            answered = next((each for each in open_calls if message.tool_name in (None, each[1])), None)
-            if answered is not None:
+            wanted, tool = message.tool_call_id or None, message.tool_name
+            fitting = [each for each in open_calls if wanted in (None, each[0]) and tool in (None, each[1])]
+            for answered in fitting[:1]:
                 open_calls.remove(answered)
-            chat_message["tool_call_id"] = message.tool_call_id or (answered or (None,))[0]
+                wanted = answered[0]
+            chat_message["tool_call_id"] = wanted
             chat_message["name"] = message.tool_name
         calls = []
         for number, call in enumerate(message.tool_calls or ()):

@@ -160,6 +160,12 @@ def test_results_answer_calls_by_name_or_in_order() -> None:
     assert first != second and [each.arguments for each in turns[1].calls] == [{"up": True}] * 2
     assert [turn.call_id for turn in turns if turn.role == "tool"] == [second, first, "mine"]
     assert turns[4].calls[0].id == "mine"
+    calls = [call("hoist") | {"id": "a"}, call("hoist") | {"id": "b"}]
+    results = [{"role": "tool", "tool_call_id": "b", "content": "up"}, {"role": "tool", "content": "up"}]
+    by_id = OllamaChatBody(model="m", messages=[{"role": "assistant", "tool_calls": calls}, *results])
+    assert [turn.call_id for turn in by_id.to_chat_body().turns()[1:]] == ["b", "a"], (
+        "`a` was taken by b's result"
+    )
     alone = OllamaChatBody(model="m", messages=[{"role": "tool", "content": "up"}] * 2)
     assert [turn.role for turn in alone.to_chat_body().turns()] == ["tool", "tool"], "Ollama asks for no call"
 
