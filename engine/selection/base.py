@@ -88,10 +88,10 @@ class Policy:
 
     def check_ratio(self, ratio: float | str) -> float:
         """Return the ratio. Raises UsageError unless it is a number from 0 to 1."""
-        if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise UsageError(
                 "the ratio must be between 0 and 1 (the share of stored tokens to recompute), or `auto`, not "
-                f"{ratio!r}"
+                f"{ratio!r:.80}"
             )
         return ratio
 
