@@ -34,8 +34,8 @@ class Completions:
         cancel: Cancel | None = None,
         session: str | None = None,
         silence_s: float = SILENCE_S,
-    ) -> Any:
-        """GET JSON from a path, or POST a body to it. Raises as `stream` does.
+    ) -> dict[str, Any]:
+        """GET a JSON object from a path, or POST a body to it. Raises as `stream` does.
 
         session: a router sends requests of one session to one server; silence_s: timeout of each read.
         """
@@ -61,19 +61,21 @@ class Completions:
 
     def _parse_event(self, data: bytes) -> dict[str, Any]:
         """Parse an event. Raises the error in it: a stream's status is sent before the request is checked."""
-        event: dict[str, Any] = self._parse_json(data)
+        event = self._parse_json(data)
         if "error" in event:
             error = event["error"]  # some proxies send plain text
             raise self._status_error(error.get("code") if isinstance(error, dict) else None, data)
         return event
 
-    def _parse_json(self, data: bytes) -> Any:
-        try:
-            return json.loads(data)
-        except ValueError as error:
+    def _parse_json(self, data: bytes) -> dict[str, Any]:
+        found: Any = None
+        with suppress(ValueError):
+            found = json.loads(data)
+        if not isinstance(found, dict):
             raise ModelServerError(
-                f"the server at {self.url} is not vLLM: it sent {data[:80]!r} instead of JSON"
-            ) from error
+                f"the server at {self.url} is not vLLM: it sent {data[:80]!r} instead of a JSON object"
+            )
+        return found
 
     def _response_lines(
         self,

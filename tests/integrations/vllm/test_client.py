@@ -537,8 +537,22 @@ def test_a_server_that_is_no_vllm_is_named(opened, monkeypatch):
     with pytest.raises(ModelServerError, match="is not vLLM"):
         engine.generate(ASKED)
     monkeypatch.undo()
-    server.cards = ["something", "else"]
+    server.cards = {"something": "else"}
     with pytest.raises(ModelServerError, match="is not a vLLM of a known version"):
+        engine.generate(ASKED)
+
+
+@pytest.mark.parametrize("sent", ["7", "null", "[]", '"error"'])
+def test_an_event_that_is_no_object_is_named(opened, monkeypatch, sent):
+    """It was a TypeError, or an AttributeError after the client had passed it on."""
+    engine, server = opened
+
+    def stream(handler, body):
+        handler.wfile.write(f"HTTP/1.0 200 OK\r\n\r\ndata: {sent}\n\n".encode())
+        handler.close_connection = True
+
+    monkeypatch.setattr(vllm_fake.Handler, "_stream", stream)
+    with pytest.raises(ModelServerError, match="is not vLLM: it sent .* instead of a JSON object"):
         engine.generate(ASKED)
 
 
