@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, Timer
@@ -17,7 +17,7 @@ from ragblend.integrations.backend import Backend, ChatTurn
 from ragblend.integrations.passages import Passage
 from ragblend.integrations.threads import in_thread, iterate_in_thread
 from ragblend.integrations.tools import AnswerFormat
-from ragblend.kvstore.errors import Cancelled, UsageError
+from ragblend.kvstore.errors import Cancelled, StoreError, UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.prompts.segments import Prompt
@@ -157,7 +157,9 @@ class Call:
             registry.retrieved_chars = 0
             return prompt
         length = sum(len(segment.text or "") for segment in prompt.segments)
-        is_unknown = not self.learn and length >= _MIN_CONTEXT_CHARS and not len(registry)
+        is_unknown = False
+        with suppress(StoreError):  # it was logged when passages were looked for
+            is_unknown = not self.learn and length >= _MIN_CONTEXT_CHARS and not len(registry)
         expected = {
             "named": is_named,
             "changed": 0 < registry.retrieved_chars <= length,
@@ -190,17 +192,12 @@ class Call:
             return
         answer, limit = self.parse(result), len(result.token_ids)
         if answer.broken is not None:
-            log.warning(
-                "the token limit (%d) ended the answer within a call of %s, which is not made; allow more with "
-                "max_new_tokens",
-                limit,
-                answer.broken_name or "a tool",
-            )
+            what = f" within a call of {answer.broken_name or 'a tool'}, which is not made"
         elif self.answer_format.schema is not None:
-            log.warning(
-                "the token limit (%d) ended the answer: the end of its JSON may be missing; allow more with max_tokens",
-                limit,
-            )
+            what = ": the end of its JSON may be missing"
+        else:
+            return
+        log.warning("the token limit (%d) ended the answer%s; allow more with max_tokens", limit, what)
 
 
 @dataclass(frozen=True)

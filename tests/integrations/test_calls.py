@@ -129,3 +129,12 @@ def test_the_reason_why_nothing_is_reused_is_logged_once_and_only_where_it_is_tr
     assert logged(lamp + "Who?") == logged(text) == []  # once it was found, none is expected
     retrieve(lamp)
     assert logged(text, learn=True) == ["passages were retrieved,"]
+
+
+def test_passages_that_cannot_be_read_do_not_fail_a_prompt(place, caplog):
+    """Looking for them was only logged, but counting them for the note on such prompts raised an error."""
+    backend = Backend(**place)
+    (backend.engine.runtime.home / "nodes.sqlite").mkdir(parents=True)
+    made = Call.of(backend, (), False).chat_prompt([ChatTurn("user", ("The bell is rung by hand. " * 50,))])
+    assert made.token_ids and not made.chunks
+    assert [each.message[:26] for each in caplog.records] == ["no passages are looked for"]

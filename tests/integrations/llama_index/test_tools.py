@@ -132,7 +132,7 @@ async def test_a_call_that_is_cut_off_is_logged_and_not_made(caller_llm, caplog,
     assert (broken["name"], broken["arguments"][:9]) == ("note", '{"text": ')
     [record] = [each for each in caplog.records if each.name == "ragblend"]
     assert (
-        "(60) ended the answer within a call of note, which is not made; allow more with max_new_tokens"
+        "(60) ended the answer within a call of note, which is not made; allow more with max_tokens"
         in record.message
     )
 
