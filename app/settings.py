@@ -137,6 +137,11 @@ class Settings:
         return arguments
 
     @property
+    def local_device(self) -> str | None:
+        """The device of embedders and rerankers: the engine's, or the CPU if vLLM has the device."""
+        return "cpu" if self.vllm else self.device
+
+    @property
     def style(self) -> AnswerStyle:
         name = BUNDLED if self.model == "default" else self.model.casefold()
         return next((style for part, style in ANSWER_STYLES.items() if part in name), AnswerStyle())

@@ -111,8 +111,9 @@ class Workspaces(Closing):
 
     def embedder(self, model: str) -> Embedder:
         """The embedder of that name (as in the settings) on the current device, one object for all collections."""
-        device = "cpu" if self.settings.vllm else self.settings.device
-        device = None if model == DEFAULT else device  # the bundled one ignores the device
+        device = (
+            None if model == DEFAULT else self.settings.local_device
+        )  # the bundled one ignores the device
         with self._lock:
             return self._shared.embedders.setdefault((model, device), Embedder(model, device))
 
@@ -178,7 +179,7 @@ class Workspaces(Closing):
             self._open.clear()
             self._close(lambda kind, _: kind in ("store", "reranker"))  # both depend on settings
             for model, device in [*self._shared.embedders]:
-                if device not in (None, self.settings.device):
+                if device not in (None, self.settings.local_device):
                     del self._shared.embedders[model, device]
             return self.settings
 
@@ -329,8 +330,8 @@ class Workspace(Closing):
 
     @property
     def reranker(self) -> "CrossEncoder | None":
-        """The reranker of the settings, on the engine's device, or on the CPU if vLLM has the device; or None."""
-        name, device = self.settings.reranker, "cpu" if self.settings.vllm else self.settings.device
+        """The reranker of the settings, or None."""
+        name, device = self.settings.reranker, self.settings.local_device
         if not name:
             return None
         from ragblend.app.answering.rerank import CrossEncoder

@@ -125,6 +125,14 @@ def test_another_device_in_the_settings_is_the_embedders_too(home):
         assert workspaces.embedder("default") is bundled, "which is always on the CPU"
 
 
+def test_a_change_keeps_the_embedder_beside_vllm(home):
+    """It is on the CPU because vLLM has the device, and was loaded again after every change."""
+    with Workspaces.open(home, vllm="http://127.0.0.1:8000") as workspaces:
+        before = workspaces.embedder("other")
+        workspaces.change(top_k=3)
+        assert workspaces.embedder("other") is before
+
+
 def test_vectors_of_bfloat16_stand_beside_those_of_float32():
     """A home that moves to another processor compares vectors of both types."""
     texts = ["The captain steers the ship into port.", "Taxes are due in May. " * 40]
