@@ -545,14 +545,14 @@ def test_a_server_that_is_no_vllm_is_named(opened, monkeypatch):
 @pytest.mark.parametrize("sent", ["7", "null", "[]", '"error"'])
 def test_an_event_that_is_no_object_is_named(opened, monkeypatch, sent):
     """It was a TypeError, or an AttributeError after the client had passed it on."""
-    engine, server = opened
+    engine, _ = opened
 
     def stream(handler, body):
         handler.wfile.write(f"HTTP/1.0 200 OK\r\n\r\ndata: {sent}\n\n".encode())
         handler.close_connection = True
 
     monkeypatch.setattr(vllm_fake.Handler, "_stream", stream)
-    with pytest.raises(ModelServerError, match="is not vLLM: it sent .* instead of a JSON object"):
+    with pytest.raises(ModelServerError, match=r"is not vLLM: it sent .* instead of a JSON object"):
         engine.generate(ASKED)
 
 
