@@ -25,19 +25,22 @@ log = logging.getLogger("ragblend")
 class UndoableDeletions(Closing):
     """The deletions that this process can undo; closing it completes them. Thread-safe. clock: monotonic, in seconds.
 
-    Its fields are changed only by the thread that holds the writer lock.
+    Its deadlines are changed only by the thread that holds the writer lock.
     """
 
     def __init__(self, jobs: JobQueue, clock: Callable[[], float] = time.monotonic) -> None:
         self._jobs, self._workspaces, self._clock = jobs, jobs.workspaces, clock
         self._deadlines = dict[str, float]()  # by document id
+        self._lock = threading.Lock()  # guards the following
         self._lock_file: int | None = None
-        self._timer, self._is_closed = threading.Timer(0, self._on_timer), False
+        self._timer: threading.Timer | None = None
+        self._is_closed = False
 
     def start(self) -> None:
         """Delete the documents that a killed process left hidden, in the background."""
-        if self._workspaces.library.hidden():
-            self._start_timer(0)
+        abandoned = {each.id: self._clock() for each in self._workspaces.library.hidden()}
+        self._deadlines = abandoned | self._deadlines
+        self._set_timer(0)
 
     def delete(self, document_ids: Sequence[str], collection: str) -> int:
         """Hide documents of a collection, and delete them unless `undo` follows in time. Unknown ids are ignored.
@@ -48,20 +51,29 @@ class UndoableDeletions(Closing):
         with self._workspaces.writing():
             known = workspace.library.documents_with(document_ids).values()
             found = [document for document in known if document.collection == collection]
-            if found and self._lock_file is None:
-                self._lock_file = lock_undo(workspace.home)
-                if self._lock_file is None:
-                    raise StoreLockedError(
-                        f"Deleting from {workspace.home.root}: another process can still undo deletions there. End it."
-                    )
+            if found:
+                self._lock_undo()
             try:
                 for document in found:
                     self._deadlines[document.id] = self._clock() + UNDO_S
                     hide_document(workspace, document)
             finally:
-                self._set_timer()
+                self._set_timer(RETRY_S)
         self._jobs.wake()
         return len(found)
+
+    def _lock_undo(self) -> None:
+        """Keep other processes from deleting what this one hides. Raises LibraryError, StoreLockedError."""
+        root = self._workspaces.home.root
+        with self._lock:
+            if self._is_closed:
+                raise LibraryError(f"Deleting from {root}: RAGBlend is ending there, so nothing was deleted.")
+            if self._lock_file is None:
+                self._lock_file = lock_undo(self._workspaces.home)
+            if self._lock_file is None:
+                raise StoreLockedError(
+                    f"Deleting from {root}: another process can still undo deletions there. End it."
+                )
 
     def undo(self, document_id: str) -> None:
         """Restore a deleted document, without reading or embedding it again. Raises LibraryError if it is too late."""
@@ -93,34 +105,36 @@ class UndoableDeletions(Closing):
         self._jobs.wake()  # there may be room for more KV now
 
     def close(self) -> None:
-        self._is_closed = True
-        self._timer.cancel()
-        if self._timer.is_alive():
-            self._timer.join()
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
+        with self._lock:
+            self._is_closed = True
+            timer, lock_file, self._lock_file = self._timer, self._lock_file, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+        if lock_file is not None:
+            os.close(lock_file)
             try:
                 with self._workspaces.writing():
                     delete_abandoned(self._workspaces)
             except RagBlendError as error:
                 log.warning("%s Deleted documents stay hidden until the page starts again.", error)
 
-    def _set_timer(self) -> None:
-        """Call `_on_timer` at the next deadline, but not before RETRY_S seconds."""
-        self._timer.cancel()
-        if self._deadlines:
-            self._start_timer(max(RETRY_S, min(self._deadlines.values()) - self._clock()))
-
-    def _start_timer(self, wait_s: float) -> None:
-        self._timer = threading.Timer(wait_s, self._on_timer)
-        self._timer.daemon = True
-        self._timer.start()
+    def _set_timer(self, at_least_s: float) -> None:
+        """Call `_on_timer` at the next deadline, unless that is set already: later deletions have later deadlines."""
+        now = self._clock()
+        with self._lock:
+            if self._is_closed or self._timer not in (None, threading.current_thread()):
+                return
+            self._timer = None
+            if self._deadlines:
+                wait_s = max(at_least_s, min(self._deadlines.values()) - now)
+                self._timer = threading.Timer(wait_s, self._on_timer)
+                self._timer.daemon = True
+                self._timer.start()
 
     def _on_timer(self) -> None:
         try:
             self.delete_expired()
         except Exception as error:  # another process writes, say
             log.warning("%s Deleted documents stay hidden, and this is tried again.", error)
-        if not self._is_closed:
-            self._set_timer()
+        self._set_timer(RETRY_S)

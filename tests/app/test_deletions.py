@@ -1,13 +1,15 @@
 """Deletion is complete, by every command, also after a kill; the page's can be undone for ten minutes."""
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import killed_worker
 import pytest
 from app_fakes import SECRET, FakeEmbedder, Killed
 from forked import exit_code
-from waiting import until
+from waiting import SOON_S, until
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, Chats
@@ -23,6 +25,7 @@ from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspaces
 from ragblend.integrations.chroma import VectorIndex
 from ragblend.kvstore.errors import LibraryError, StoreLockedError
+from ragblend.kvstore.lock import writer_lock
 
 QUESTION = "Where is ruby RX-77012 hidden, behind which stair?"
 
@@ -210,6 +213,61 @@ def test_a_killed_process_leaves_deletions_to_the_next(workspaces, document, hom
         paths = {"docs rm": ["sky.txt"], "ingest": [Path(document.path).with_name("sky.txt")]}
         assert cli(*by.split(), *paths.get(by, ())) == 0
     assert is_gone(home, nodes)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_closing_leaves_no_timer(workspaces, document, jobs, home, monkeypatch, call):
+    """A running timer could set the next one after it was looked for. It was never stopped, and later opened the files
+    of the closed home again.
+
+    call: of the clock by the running timer, during which the closing begins.
+    """
+    monkeypatch.setattr("ragblend.app.library.deletions.RETRY_S", 0.0)
+    nodes, cancel = workspaces.library.node_ids(document.id), threading.Timer.cancel
+    times, calls, is_there, is_closing = iter([0.0]), [], threading.Event(), threading.Event()
+
+    def clock():
+        if threading.current_thread() is threading.main_thread():
+            return next(times, UNDO_S)  # so that the timer is called at once
+        calls.append(None)
+        if len(calls) == call:
+            is_there.set()
+            assert is_closing.wait(SOON_S)
+        return 0.0
+
+    opened = UndoableDeletions(jobs, clock)
+    opened.delete([document.id], "default")
+    assert is_there.wait(SOON_S)
+    monkeypatch.setattr(threading.Timer, "cancel", lambda timer: (cancel(timer), is_closing.set()))
+    opened.close()
+    left = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    for timer in left:
+        cancel(timer)
+    assert left == [] and is_gone(home, nodes)
+
+
+def test_a_deletion_that_comes_too_late_is_refused(workspaces, document, jobs):
+    """One that waited for another writer while it was closed was hidden, and neither completed nor undone."""
+    with UndoableDeletions(jobs) as opened, ThreadPoolExecutor() as pool:
+        with workspaces.writing():
+            waiting = pool.submit(opened.delete, [document.id], "default")
+            until(lambda: workspaces.has_waiting_writer)
+            opened.close()
+        with pytest.raises(LibraryError, match="nothing was deleted"):
+            waiting.result(SOON_S)
+    assert "secret.txt" in names(workspaces)
+
+
+def test_what_a_killed_process_left_is_tried_again(workspaces, document, home, monkeypatch, caplog):
+    """While another process wrote, the page only said so."""
+    monkeypatch.setattr("ragblend.app.library.deletions.RETRY_S", 0.0)
+    nodes = workspaces.library.node_ids(document.id)
+    assert exit_code(killed_worker.delete, home, document.id) == 9
+    with AppServices(Workspaces(workspaces.home, workspaces.settings)) as services:
+        with writer_lock(workspaces.home.lock):
+            services.deletions.start()
+            until(lambda: "this is tried again" in caplog.text)
+        until(lambda: is_gone(home, nodes))
 
 
 def test_only_one_process_can_undo(deletions, workspaces, document, jobs):
