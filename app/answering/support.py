@@ -24,6 +24,13 @@ from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_wo
 from ragblend.app.library.stop_words import COMMON_WORDS, languages_of, stop_word_share
 from ragblend.app.library.tables import CELL_END
 from ragblend.engine.decoding.text import SENTENCE_END
+from ragblend.engine.prompts.dates import (
+    ENGLISH_MONTHS,
+    ISO_DATE,
+    MONTH_NUMBERS,
+    with_dates_as_in,
+    with_iso_dates,
+)
 from ragblend.engine.prompts.figures import plain_numbers
 
 MIN_SHARE = 0.8  # of the claim's words that must occur in the evidence
@@ -33,7 +40,7 @@ MIN_ALIKE = 0.6  # of the letters of two words, from the first on, for them to b
 MAX_STOP_WORDS = 0.25  # the share of stop words in a row of a table
 SHORT_LINE = 0.5  # of the longest line's length: a shorter line (a heading, a cell) ends a sentence
 LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
-TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[$€£¥%]|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
+TOKEN = re.compile(rf"{ISO_DATE.pattern}|\d+(?:[.,:]\d+)*|[$€£¥%]|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
 SOURCE_NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # `[2]`, `[1, 3]`: not words of the claim
 CLAUSE_BORDER = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
@@ -167,6 +174,7 @@ def supporting_span(
     previous sentence, which says who `She` is: the evidence must have one of its names. The clauses of a sentence may
     each be supported by another sentence of the passage; the span is then the first clause's.
     """
+    sentence, passage = with_dates_as_in(sentence, passage), with_dates_as_in(passage, sentence)
     for claim in dict.fromkeys((sentence, YES_OR_NO.sub("", sentence))):
         if is_statement(claim, least_words) and (
             span := _span_of_sentence(claim, passage, about, before)
@@ -420,14 +428,25 @@ def _tokens(text: str) -> Iterator[Token]:
     text = NO_ONE.sub(
         "nobody", PER_CENT.sub("%", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
     )
-    text = number_words_to_digits(text)
+    text = number_words_to_digits(with_iso_dates(text))
     for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
         if IS_UNSPACED.match(word):
             yield from (Token(pair, "pair") for pair in split_words(word))
+        elif date := ISO_DATE.fullmatch(word):
+            yield from _date_tokens(*date.groups())
         else:
             yield _token(word, plain, place == 0, stop_words)
+
+
+def _date_tokens(year: str, month: str, day: str) -> Iterator[Token]:
+    """A date's day, as the whole date, then its month and its year, as far as it has them."""
+    if day != "00":
+        yield Token(f"{year}-{month}-{day}", "number")
+    yield Token(MONTH_STEMS[int(month)], "name")
+    if year != "0000":
+        yield Token(year, "number")
 
 
 def number_words_to_digits(text: str) -> str:
@@ -459,7 +478,7 @@ def _token(word: str, plain: str, is_first: bool, stop_words: Set[str]) -> Token
     if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
     if word[0].isupper() and not is_first and plain not in stop_words - {"may"}:
-        return Token(_stem(plain), "name")
+        return Token(MONTH_STEMS.get(MONTH_NUMBERS.get(word, 0), _stem(plain)), "name")
     return Token(plain, "stop") if plain in stop_words else Token(_stem(plain), "word")
 
 
@@ -476,6 +495,7 @@ def _stem(word: str) -> str:
 
 FRAME_STEMS, LIGHT_STEMS = frozenset(map(_stem, FRAME_WORDS)), frozenset(map(_stem, LIGHT_VERBS))
 LARGE_NUMBER_STEMS = frozenset(map(_stem, [*LARGE_NUMBERS, "billion"]))
+MONTH_STEMS = dict(enumerate(map(_stem, ENGLISH_MONTHS), start=1))
 HEDGE_STEMS = frozenset(map(_stem, HEDGES)) | HEDGES
 
 
@@ -554,7 +574,7 @@ def _column_names(passage: str, start: int, claim: Sequence[Token]) -> set[str]:
             ):
                 break
             words = {token.stem for token in _content(claim)} - columns[0][1]
-            figures = {token.stem for token in claim if token.kind == "number"} & words
+            figures = _numbers(claim) & words
             return {stem for name, value in columns if value & (figures or words) for stem in name}
     return set()
 
@@ -642,7 +662,11 @@ def _supported_share(
         return 0.0
     if _character_pairs(claim) != _character_pairs(evidence) or _is_negation_different(claim, evidence):
         return 0.0
-    if _are_exchanged(claim, evidence) or _has_other_units(claim, evidence):
+    if (
+        _are_exchanged(claim, evidence)
+        or _has_other_units(claim, evidence)
+        or _is_of_other_year(claim, evidence)
+    ):
         return 0.0
     if _has_opposite_particle(claim, evidence) or _is_number_moved(claim, evidence):
         return 0.0
@@ -658,14 +682,29 @@ def _in_forms_of(evidence: Sequence[Token], claim: Sequence[Token]) -> list[Toke
     """The claim's words in the evidence's spelling and inflection, in any language, by their common first letters."""
     present = {token.stem for token in evidence}
     words = {token.stem for token in evidence if token.kind in ("word", "name")}
-    return [
-        token
-        if token.stem in present or token.kind not in ("word", "name")
-        else replace(
-            token, stem=next((each for each in words if _are_forms_of_one_word(token.stem, each)), token.stem)
+    years = {each for each in _numbers(evidence) | _numbers(claim) if YEAR.fullmatch(each)}
+
+    def form_of(token: Token) -> str:
+        if ISO_DATE.fullmatch(token.stem):
+            return next((each for each in present if _is_same_day(token.stem, each, years)), token.stem)
+        is_word = token.kind in ("word", "name")
+        return next(
+            (each for each in words if is_word and _are_forms_of_one_word(token.stem, each)), token.stem
         )
-        for token in claim
-    ]
+
+    return [token if token.stem in present else replace(token, stem=form_of(token)) for token in claim]
+
+
+def _is_same_day(date: str, other: str, years: Set[str]) -> bool:
+    """Whether only one of two dates has a year, and no other year stands beside them."""
+    first, second = sorted((date, other))
+    return first == f"0000{second[4:]}" and years <= {second[:4]}
+
+
+def _numbers(words: Sequence[Token]) -> set[str]:
+    """The stems of numbers, without the years of whole dates."""
+    numbers = {token.stem for token in words if token.kind == "number"}
+    return numbers - {number[:4] for number in numbers if ISO_DATE.fullmatch(number)}
 
 
 def _are_forms_of_one_word(word: str, other: str) -> bool:
@@ -821,6 +860,20 @@ def _has_other_units(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
     """Whether a number of the claim has other units in the evidence."""
     units = _units(evidence)
     return any(units[number].isdisjoint(own) for number, own in _units(claim).items() if number in units)
+
+
+def _is_of_other_year(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
+    """Whether a month of the claim has another year in the evidence, and its year another month."""
+    in_claim, in_evidence = (
+        {
+            (one.stem, other.stem)
+            for one, other in pairwise(words)
+            if YEAR.fullmatch(other.stem) and one.stem in MONTH_STEMS.values()
+        }
+        for words in (claim, evidence)
+    )
+    months, years = {month for month, _ in in_evidence}, {year for _, year in in_evidence}
+    return any(month in months and year in years for month, year in in_claim - in_evidence)
 
 
 def _units(words: Sequence[Token]) -> dict[str, set[str]]:

@@ -3,13 +3,15 @@
 A figure is a word with a digit, and the words joined to it: `41`, `18,642.50`, `4-1163`, `KX-7731-B`, `0471/55821`. A
 range (`1914–1918`, `9:00-17:00`) is two figures. Letters of scripts without blanks between words belong to no figure.
 Comparison ignores the script and width of digits, grouped thousands (18,642 and 18642), the decimal mark, zero cents
-(140,00 and 140), the length of hyphens, and case.
+(140,00 and 140), the length of hyphens, case, and how a date is written (`dates.py`).
 Numbers in words are not figures: "twelve" is not found for 12. `figure_rows.py` finds figures in a prompt's tokens.
 """
 
 import re
 import unicodedata
 from functools import lru_cache
+
+from ragblend.engine.prompts.dates import dates_in, without_dates
 
 _HYPHENS = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
 # These patterns begin with the dash and not with a lookbehind, which is ten times faster in a long prompt.
@@ -70,7 +72,9 @@ def plain_numbers(text: str, thousands: re.Pattern[str] = _THOUSANDS_BY_MARKS) -
 
 def contains(text: str, figure: str) -> bool:
     """Whether the text contains the whole figure or name: 4 is not in `4-1163`, 41 not in `41.5`."""
-    return _occurs_in(_normalised(_folded(figure)), _readings(text))
+    return (
+        _occurs_in(_normalised(_folded(figure)), _readings(text)) or not without_dates(figure, text).strip()
+    )
 
 
 def figures_in(text: str) -> list[str]:
@@ -86,9 +90,10 @@ def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     """The figures of an answer that do not occur in the prompt's text `given` (passages, question, history)."""
     # The answer's `5–10` is split as a range, a passage's `5-10` is not, so dashed figures are searched unsplit first.
     answer = _DASHED.sub(lambda dashed: " " if contains(given, dashed[0]) else dashed[0], answer)
-    found = figures_in(answer)
-    if not found:
+    if not figures_in(answer):
         return ()
+    dates, outside_dates = dates_in(given), figures_in(without_dates(answer))
+    found = figures_in(without_dates(answer, given))
     text = _readings(given)
     # A unit's letters may be apart or missing, in the answer and in the prompt: `41m` for `41 m`, `9th` for `9`.
     text += "\n" + _UNIT.sub(r"\1 \2", _MAYBE_RANGE.sub(" - ", text))
@@ -96,7 +101,8 @@ def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     return tuple(
         figure
         for figure, spelling in spellings.items()
-        if not any(_occurs_in(each, text) for each in (spelling, _UNIT.sub(r"\1", spelling)))
+        if not (figure in outside_dates and f"{figure}-00-00" in dates)  # the year of a date
+        and not any(_occurs_in(each, text) for each in (spelling, _UNIT.sub(r"\1", spelling)))
     )
 
 

@@ -330,6 +330,74 @@ def test_what_stands_around_a_figure_decides(sentence, passage, is_supported):
     assert (supporting_span(sentence, passage) is not None) is is_supported
 
 
+DATES = [
+    "17.08.2024", "17 August 2024", "August 17, 2024", "Aug 17th, 2024", "2024-08-17", "17. August 2024", "17/08/2024",
+    "8/17/2024", "the 17th of August 2024",
+]  # fmt: skip
+OTHER_DATES = ["18.08.2024", "18 August 2024", "August 17, 2023", "2024-09-17", "17.09.2024", "17/08/2023"]
+LEASES = """Lease: Harbour office
+Begins: 17.05.2023
+Ends: {}
+Rent: 120.00 EUR
+
+Lease: Town office
+Begins: 03.09.2024
+Ends: 18.08.2023
+Rent: 80.00 EUR"""
+
+
+@pytest.mark.parametrize("written", DATES)
+@pytest.mark.parametrize(
+    "passage",
+    [LEASES, "The rent of 2023 was paid on 18 May 2023, and the lease of the harbour office ends on {}."],
+)
+def test_dates_are_equal_in_any_form_and_other_dates_are_not(written, passage):
+    """`17.08.2024` was another figure than `17 August 2024`, so a right sentence had no citation."""
+    passage, said = passage.format(written), "The lease of the harbour office ends on {}."
+    for date in DATES:
+        assert supporting_span(said.format(date), passage) is not None, date
+    for date in OTHER_DATES:
+        assert supporting_span(said.format(date), passage) is None, date
+
+
+VISITS = """Office | Opened | Closed
+Harbour office | 17.08.2024 | 17.09.2025
+Town office | 18.08.2024 | 17.08.2025"""
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage", "is_supported"),
+    [
+        ("The fair is on May 1st.", "The fair is held on 1 May 2024 in the town.", True),
+        ("The fair is on 2 May.", "The fair is held on May 1st in the town.", False),
+        ("The fair is on 1 May 2024.", "The fair is held on May 1st in the town.", False),
+        ("In 2023 the fair was on 1 May.", "The fair of 2023 was held on 1 May 2024.", False),
+        ("Die Frist endet im Mai 2024.", "Die Frist endet am 03.05.2024 um Mitternacht.", True),
+        ("Die Frist endet im Mai 2023.", "Die Frist endet am 03.05.2024 und begann am 01.03.2023.", False),
+        ("The office opens in May 2023.", "The office opens on 3 May 2024 or on 1 March 2023.", False),
+        (
+            "The office opened on 17 August 2023.",
+            "The office opened on 17 August 2024, and closed in 2023.",
+            False,
+        ),
+        ("The course is on 14 June 2024.", "The course is on 14 and 15 June 2024.", True),
+        ("In May 12 people came to the course.", "12 people came to the course in May.", True),
+        ("The course begins on March 4, 2024.", "The course begins on 03/04/2024.", True),
+        ("The course begins on 3 April 2024.", "The course begins on 03/04/2024.", True),
+        ("The course begins on 03/04/2024.", "The course begins on 4 March 2024.", True),
+        ("The course begins on 4 April 2024.", "The course begins on 03/04/2024.", False),
+        ("The course begins on 04/03/2024.", "The course begins on 03/04/2024.", False),
+        ("The harbour office opened on 17 August 2024.", VISITS, True),
+        ("The harbour office closed on 17 August 2024.", VISITS, False),
+        ("The harbour office closed on 17 August 2025.", VISITS, False),
+        ("The harbour office closed on 17 September 2025.", VISITS, True),
+    ],
+)
+def test_parts_of_dates_are_compared_with_their_date(sentence, passage, is_supported):
+    place = supporting_span(sentence, passage)
+    assert (place is not None) is is_supported
+
+
 INVOICE = """Invoice 0042
 Tarn Supplies, 14 Weir Lane. Billed to: Mossley Dental. Chair: Nora Tarn.
 Present: Iver Vale, Selma Quist.

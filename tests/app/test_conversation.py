@@ -87,6 +87,13 @@ def test_names_of_no_passage_are_told_and_marked_in_exports(talks, chats, chat, 
     assert "harbour of Utrecht [?] is blue" in chats.export_markdown(chat)
 
 
+def test_the_month_of_a_given_date_is_no_unknown_name(talks, chat, engine):
+    """A passage with 17.08.2024 lacked the name August."""
+    engine.reply = ("Yes, on 17 August 2024 the sky over the harbour ", "is blue, but not in October.")
+    question = "What colour had the sky on 17.08.2024 over the harbour?"
+    assert asked(talks, chat, question).report["unsupported_figures"] == ["October"]
+
+
 def test_a_figure_that_a_passage_has_in_words_is_no_doubt(talks, chat, engine):
     """`3 boats` had a citation, and the mark of a figure that is in no passage."""
     engine.reply, engine.unsupported = ("3 boats lie at the quay, ", "not 7."), ("3", "7")

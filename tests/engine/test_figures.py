@@ -38,6 +38,8 @@ from ragblend.engine.selection.by_attention import whole_figures
         ("388.01", "388", False),
         ("1.250,00 €", "1,250.00", True),
         ("1,8 Liter", "1.8", True),
+        ("on 17 August 2024", "17.08.2024", True),
+        ("on 17 August 2024", "17.08.2023", False),
         ("Phạm Nhật Vượng", "Ph", False),
         ("საქართველო", "საქ", False),
     ],
@@ -87,6 +89,20 @@ def test_figures_exclude_citations_and_list_numbers():
         # The whole clause was a figure.
         ("港は1921年に浚渫されました。", "港は1921年にエムス社によって浚渫された。", ()),
         ("港は1922年に浚渫されました。", "港は1921年にエムス社によって浚渫された。", ("1922",)),
+        # Dates are equal in any form; the year and the month of a date are in it.
+        ("on 17 August 2024", "am 17.08.2024", ()),
+        ("am 17.8.2024 oder 14.08.2024", "on August 14 and 17, 2024", ()),
+        ("on 2024-08-17, in 2023", "on Aug 17th, 2024 and 03.05.2023", ()),
+        ("in August 2024", "2024-08-17", ()),
+        ("on 8/17/2024", "am 17. August 2024", ()),
+        ("on 18 August 2024", "am 17.08.2024", ("18",)),
+        ("on 17 August 2023", "am 17.08.2024 und 03.05.2023", ("17", "2023")),
+        ("on 17.09.2024", "on 17 August 2024", ("17.09.2024",)),
+        ("on 17.08.2024", "in 2024 on 17 August", ()),
+        ("on 17.08.2024", "on 17 August, not in 2023", ("17.08.2024",)),
+        ("on 4 March 2024, 3 April 2024", "03/04/2024", ("4",)),
+        ("on 03/04/2024", "4 March 2024", ()),
+        ("on 04/03/2024", "03/04/2024", ("04/03/2024",)),
     ],
 )
 def test_figures_that_the_prompt_lacks_are_unsupported(answer, given, unsupported):
