@@ -7,6 +7,8 @@ import resource
 import stat
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -357,3 +359,12 @@ def test_library_output_cannot_spoil_the_json(filled, told, monkeypatch):
     tokenize = filled.engine.tokenize
     monkeypatch.setattr(filled.engine, "tokenize", lambda prompt: print("noise") or tokenize(prompt))
     assert told("ask", "Sky?")["answer"] == "It is blue."
+
+
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, function = project["project"]["scripts"]["ragblend"].partition(":")
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; sys.exit({function}())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stderr, done.returncode) == ("Interrupted.\n", 1)
