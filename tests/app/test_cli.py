@@ -365,6 +365,7 @@ def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path):
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     module, _, function = project["project"]["scripts"]["ragblend"].partition(":")
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; sys.exit({function}())"
+    first = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    program = f"{first}; from {module} import {function}; sys.exit({function}())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stderr, done.returncode) == ("Interrupted.\n", 1)
