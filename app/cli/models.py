@@ -24,6 +24,7 @@ from ragblend.app.model_offers import (
     short_text,
 )
 from ragblend.app.models import GATED, check_model, full_name, local_models, needs_download
+from ragblend.app.remote import connect
 from ragblend.app.words import plural, size
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.hub import download, is_hub_id
@@ -122,6 +123,11 @@ def use(
         lines.append(
             f"{plural(documents, 'document')} were ingested for {before}: run `ragblend ingest` on their paths again. "
             "Until then questions are answered, but more slowly, and the KV of the old model stays."
+        )
+    if chosen != before and (channel := connect(home.root)) is not None:
+        channel.close()
+        lines.append(
+            f"The process that has this home open goes on with {before}: end it, and start it again."
         )
     if os.environ.get(MODEL_VARIABLE, chosen) != chosen:
         lines.append(

@@ -113,6 +113,15 @@ def test_settings_that_the_host_cannot_have_are_refused(home, told, monkeypatch)
         assert "kv_codec" in told("ask", QUESTION, code=2)[0]["error"]["message"]
 
 
+def test_choosing_a_model_says_that_the_host_keeps_its_own(home, capsys) -> None:
+    settings = (home / "settings.toml").read_text()
+    with AppServices.open(home) as services, CommandListener(services):
+        for name, is_said in (("default", True), ("default", False)):
+            assert main(["models", "use", name, "--home", str(home)]) == 0
+            assert ("has this home open goes on with" in capsys.readouterr().out) == is_said
+    (home / "settings.toml").write_text(settings)
+
+
 def test_documents_are_ingested_and_removed_by_the_host(home, told, tmp_path, monkeypatch) -> None:
     (tmp_path / "ferry.txt").write_text(FERRY)
     monkeypatch.chdir(tmp_path)
