@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ragblend.engine.config import default_home
+from ragblend.engine.config import SETTINGS_NAME, default_home
 from ragblend.kvstore.errors import LibraryError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
 from ragblend.kvstore.system import HAS_MODES
@@ -32,7 +32,7 @@ class Home:
         self.profiles, self.originals = root / "profiles", root / "originals"
         self.library, self.nodes = root / "library.sqlite", root / "nodes.sqlite"
         self.chats, self.jobs = root / "chats.sqlite", root / "jobs.sqlite"
-        self.settings = root / "settings.toml"
+        self.settings = root / SETTINGS_NAME
         self.lock, self.encoder_lock = root / "writer.lock", root / "encoder.lock"
         self.undo_lock = root / "undo.lock"
         self.models_suggested = root / ".models-named"

@@ -6,7 +6,6 @@ Where none of them names a method, the choice of `ragblend tune` for the model t
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -22,6 +21,7 @@ from ragblend.engine.config import (
     LOAD_MODES,
     VLLM_URL,
     is_server_url,
+    read_settings,
 )
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
@@ -159,7 +159,7 @@ class Settings:
         overrides: Mapping[str, Any] | None = None,
     ) -> "Settings":
         """Merge the file, the environment and the overrides (None = not given). Raises SettingsError."""
-        values = _from_file(path)
+        values = _checked(read_settings(path), str(path))
         values |= _from_environment(os.environ if environment is None else environment)
         given = {key: value for key, value in (overrides or {}).items() if value is not None}
         model = given.get("model") or values.get("model") or cls.model
@@ -247,18 +247,6 @@ def _tuned(path: Path, model: str, given: Set[str]) -> dict[str, Any]:
     if choice is None:
         return {}
     return {"method": choice.method} | ({} if choice.ratio is None else {"ratio": choice.ratio})
-
-
-def _from_file(path: Path) -> dict[str, Any]:
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"Reading the settings in {path}: {error}. Correct the file or remove it."
-        ) from error
-    return _checked(values, str(path))
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from urllib.parse import urlsplit
 from ragblend.engine.controller import Decision
 from ragblend.engine.decoding.grammar import Grammar
 from ragblend.engine.trace import Trace
-from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
+from ragblend.kvstore.errors import SettingsError, StoreError, UsageError, did_you_mean
 from ragblend.kvstore.places import Place
 from ragblend.kvstore.policy import eviction_policy_named
 
 HOME_VARIABLE = "RAGBLEND_HOME"
+SETTINGS_NAME = "settings.toml"  # in the home
 VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
 # The defaults; their measurements are in docs/methods.md.
 DEFAULT_METHOD = "probe-shift"
@@ -33,12 +35,12 @@ class EngineConfig:
     model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the best
     available; dtype: a name or None for one that is fast on the device; collection: a namespace of node ids, and the
     salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the device
-    (None: a share of the free space, see `kvstore.store` and `device.default_budgets`); store_policy: the eviction
-    policy of every tier (None: the store's); kv_codec: encoding of new KV, a key of `kvstore.codec.CODECS` (None: raw);
-    remote: URL of a store shared between machines, see docs/vllm.md; url: of the vLLM server that has the model (None:
-    it is loaded here); load: `auto` computes passages whose KV would take longer to load, `all` loads all that is
-    stored (None: unchanged, at first `auto`); fuse: `all` fuses every model that passes the self-test, `auto` none of
-    a kind whose answers were never measured (None: `auto`).
+    (None: a share of the free space, see `kvstore.store` and `device.default_budgets`; on the disk first what the home's
+    settings say); store_policy: the eviction policy of every tier (None: the store's); kv_codec: encoding of new KV, a
+    key of `kvstore.codec.CODECS` (None: raw); remote: URL of a store shared between machines, see docs/vllm.md; url: of
+    the vLLM server that has the model (None: it is loaded here); load: `auto` computes passages whose KV would take
+    longer to load, `all` loads all that is stored (None: unchanged, at first `auto`); fuse: `all` fuses every model
+    that passes the self-test, `auto` none of a kind whose answers were never measured (None: `auto`).
     """
 
     model: str = "default"
@@ -262,6 +264,29 @@ def resolve_home(home: str | Path | None) -> Path:
             f"the home folder {folder} cannot be made: {error.strerror}; pass another with --home or {HOME_VARIABLE}"
         ) from error
     return folder
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The values in a settings file, unchecked; empty if there is none. Raises SettingsError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"Reading the settings in {path}: {error}. Correct the file or remove it."
+        ) from error
+
+
+def store_budget_of(home: Path) -> int | None:
+    """`store_budget_bytes` in the home's settings, for every process that opens its store. Raises SettingsError."""
+    path = home / SETTINGS_NAME
+    budget: object = read_settings(path).get("store_budget_bytes")
+    if budget is None or (type(budget) is int and budget >= 1):
+        return budget
+    raise SettingsError(
+        f"Reading the settings in {path}: store_budget_bytes is {budget!r}, but must be a whole number, at least 1."
+    )
 
 
 def default_home() -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from ragblend.engine.config import EngineConfig
+from ragblend.engine.config import EngineConfig, store_budget_of
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.model import load as model
 from ragblend.engine.model.checkpoints import tokenizer_digest
@@ -248,7 +248,7 @@ class RuntimeBase(ABC):
 
     @light_once
     def store(self) -> KVStore:
-        disk, policy = self._budgets.get("disk"), self._store_policy
+        disk, policy = self._budgets.get("disk") or store_budget_of(self.home), self._store_policy
         return KVStore.open(self.home / "kv", disk, self._tiers(), policy, self._token_cost, self._remote)
 
     def _tiers(self) -> list[MemoryTier]:

@@ -26,8 +26,8 @@ class ConnectorSettings:
     encode_missing: whether passages without stored KV are encoded, when idle or on request; shared: collections in
     which all requests use the KV that a request with a `cache_salt` has encoded; encode_seconds: passages that take
     longer to encode, judged by earlier ones, are not encoded when idle, since a new request would wait; store_bytes:
-    limit of stored KV on the disk (None: a share of the free space); warm: how many of the most requested passages are
-    read ahead at the start; remote: the shared store's URL.
+    limit of stored KV on the disk (None: as the home's settings say); warm: how many of the most requested passages
+    are read ahead at the start; remote: the shared store's URL.
     """
 
     home: str | None = None

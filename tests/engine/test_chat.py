@@ -7,7 +7,7 @@ from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Message
 from ragblend.engine.prompts.tokenizing import PromptTokenizer
-from ragblend.kvstore.errors import PromptError
+from ragblend.kvstore.errors import PromptError, SettingsError
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 STRICT = (
@@ -190,6 +190,18 @@ def test_a_later_store_budget_replaces_the_earlier_one(engine, fresh_bench_for):
     assert engine.store.stats().budget_bytes == before.bytes
     engine.encode([make_text(2)])
     assert engine.store.stats().bytes <= before.bytes
+
+
+def test_the_budget_in_the_homes_settings_holds_for_an_engine(judged, fresh_bench_for, tmp_path):
+    """A notebook evicted or grew by another limit than the commands of the same home."""
+    home = judged(tmp_path / "set")
+    (home / "settings.toml").write_text("store_budget_bytes = 54_321")
+    assert fresh_bench_for(home=home).engine.store.stats().budget_bytes == 54_321
+    assert fresh_bench_for(home=home, store_budget_bytes=12_345).engine.store.stats().budget_bytes == 12_345
+    for wrong in ("store_budget_bytes = '1 GB'", "store_budget_bytes = 0", "store_budget_bytes"):
+        (home / "settings.toml").write_text(wrong)
+        with pytest.raises(SettingsError, match=r"settings\.toml"):
+            _ = fresh_bench_for(home=home, dtype="bfloat16").engine.store
 
 
 def test_prefetch_loads_the_model_and_reads_chunks_ahead(engine, monkeypatch):

@@ -27,9 +27,11 @@ def runtime_of(home: Path, **settings):
 
 
 def test_the_connectors_limit_on_the_disk_is_the_stores(tmp_path):
-    runtime = runtime_of(tmp_path, store_bytes=12_345)
-    assert runtime.store.stats().budget_bytes == 12_345
-    runtime.close()
+    (tmp_path / "settings.toml").write_text("store_budget_bytes = 54_321")
+    for given, budget in (({"store_bytes": 12_345}, 12_345), ({}, 54_321)):
+        runtime = runtime_of(tmp_path, **given)
+        assert runtime.store.stats().budget_bytes == budget
+        runtime.close()
 
 
 def cores_of_readers(home: Path, core: int) -> set[int]:
