@@ -35,8 +35,8 @@ class EngineConfig:
     model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the best
     available; dtype: a name or None for one that is fast on the device; collection: a namespace of node ids, and the
     salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the device
-    (None: a share of the free space, see `kvstore.store` and `device.default_budgets`; on the disk first what the home's
-    settings say); store_policy: the eviction policy of every tier (None: the store's); kv_codec: encoding of new KV, a
+    (None: a share of the free space, see `kvstore.store` and `device.default_budgets`; on the disk first the home's
+    setting); store_policy: the eviction policy of every tier (None: the store's); kv_codec: encoding of new KV, a
     key of `kvstore.codec.CODECS` (None: raw); remote: URL of a store shared between machines, see docs/vllm.md; url: of
     the vLLM server that has the model (None: it is loaded here); load: `auto` computes passages whose KV would take
     longer to load, `all` loads all that is stored (None: unchanged, at first `auto`); fuse: `all` fuses every model
