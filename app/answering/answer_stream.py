@@ -17,8 +17,7 @@ from ragblend.app.database import now
 from ragblend.app.settings import Settings
 from ragblend.app.words import plural
 from ragblend.engine.config import Report
-from ragblend.engine.prompts.dates import without_dates
-from ragblend.engine.prompts.figures import contains
+from ragblend.engine.prompts.figures import contains, without_known
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.kvstore.files import Closing
@@ -173,7 +172,7 @@ class AnswerStream(Closing):
 
     def _final_report(self, result: "Result") -> dict[str, Any]:
         engine, given = self._engine, " ".join(each.text or "" for each in result.prompt.segments)
-        answer_names = names(without_dates(self.text, given)) if result.prompt.chunks else []
+        answer_names = names(without_known(self.text, given)) if result.prompt.chunks else []
         missing_names = [name for name in answer_names if not contains(given, name)]
         missing = result.report.unsupported_figures
         if missing:  # the passages or the question may have them in words, except that `one` is not 1

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import chain, product
 
 from ragblend.app.database import WORD, indexed_words, split_words
 from ragblend.app.library.registry import Library
@@ -24,8 +25,15 @@ LONG_WORD, ENDING = 7, 2  # letters
 MAX_RARE, MAX_RARE_SHARE = 3, 0.02  # how many passages, or what share of them, may have a rare term
 # A number or code with its parts: INV-2024-0817, 48213, 4711. Years, round numbers, and numbers with a unit or of a
 # date are not codes: passages contain them by chance.
-CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
-SHORT_CODE = re.compile(r"[A-Z]\d\d")
+MARK = r"[-_./\u2010-\u2015]"
+CURRENCY = r"(?:EUR|USD|GBP|CHF|JPY)"
+CODE = re.compile(  # also `CP 40`
+    rf"(?:(?<![^\W_])(?!{CURRENCY} )(?:[A-Z]{{2,5}}|[B-HJ-Z]) (?=\d))?[^\W_]+(?:{MARK}[^\W_]+)*"
+)
+SHORT_CODE = re.compile(r"[A-Z] ?\d\d")
+# Between letters and digits of a code, where some write a mark or a blank: `CP40`, `CP-40`, `CP 40`.
+CODE_BORDER = re.compile(rf"(?<=[^\W\d_])(?:{MARK}| )?(?=\d)|(?<=\d)(?:{MARK}| )?(?=[^\W\d_])")
+MAX_BORDERS = 4  # of a code that is searched in other forms
 NOT_A_CODE = re.compile(r"\d[\d.]*000|(?:1[5-9]|20)\d\d|\d+[^\W\d_]+|\d\d?[./]\d\d?")
 Scores = dict[int, float]  # by a passage's number in the index
 
@@ -82,18 +90,21 @@ def by_words(
 def exact_parts(question: str) -> list[str]:
     """Numbers and codes in a question that identify something, such as an invoice, and its quoted phrases.
 
-    A code has at least four letters or digits, or is a capital with two digits, like the error E07. If the question is
-    only the code, three are enough, and a year counts.
+    A code has at least four letters or digits, or is a capital with two digits, like the error E07. Its letters may be
+    capitals before a blank, as in `CP 40`. If the question is only the code, three are enough, and a year counts.
     """
     text = unicodedata.normalize("NFKC", question)
     quoted = [each for found in QUOTED.findall(text) for each in found if len(WORD.findall(each)) > 1]
     found = [code for code in CODE.findall(text) if re.search(r"\d", code)]
     if found and len(WORD.findall(question)) == len(WORD.findall(found[0])):
         return [code for code in found if len(code) >= 3]
+    if text.isupper():  # `IN 12 MONTHS` has no code
+        found = [code.rpartition(" ")[2] for code in found]
     codes = [
         c
         for c in found
-        if (len("".join(WORD.findall(c))) >= 4 or SHORT_CODE.fullmatch(c)) and not NOT_A_CODE.fullmatch(c)
+        if (len("".join(WORD.findall(c))) >= 4 or SHORT_CODE.fullmatch(c))
+        and not NOT_A_CODE.fullmatch(c.rpartition(" ")[2])
     ]
     return list(dict.fromkeys([*codes, *quoted]))
 
@@ -102,7 +113,21 @@ def missing_codes(question: str, texts: Iterable[str]) -> list[str]:
     """The numbers and codes of a question (`exact_parts`) that none of these texts has."""
     codes = [part for part in exact_parts(question) if re.search(r"\d", part)]
     known = " | ".join(" ".join(split_words(text)) for text in texts) if codes else ""
-    return [code for code in codes if f" {' '.join(split_words(code))} " not in f" {known} "]
+    return [
+        code
+        for code in codes
+        if not any(f" {' '.join(split_words(form))} " in f" {known} " for form in _forms_of_code(code))
+    ]
+
+
+def _forms_of_code(code: str) -> list[str]:
+    """A code with and without a blank between its letters and digits; of `ID 48213` also the number alone."""
+    parts, number = CODE_BORDER.split(code), code.rpartition(" ")[2]
+    if not CODE.fullmatch(code) or len(parts) > MAX_BORDERS + 1:
+        return [code]
+    gaps = product(("", " "), repeat=len(parts) - 1)
+    forms = ["".join(chain(*zip(parts, (*each, ""), strict=True))) for each in gaps]
+    return [*forms, number] if " " in code and len(number) >= 4 else forms
 
 
 def _scores(
@@ -171,8 +196,13 @@ def _with_exact_parts(library: Library, collections: Sequence[str], question: st
         number
         for collection in collections
         for part in exact_parts(question)[:MAX_WORDS]
-        for number in library.column(query, f'"{" ".join(indexed_words(collection, part))}"', count)
+        for number in library.column(query, _any_form(collection, part), count)
     }
+
+
+def _any_form(collection: str, part: str) -> str:
+    """The query that finds a code in any form, or a quoted phrase."""
+    return " OR ".join(f'"{" ".join(indexed_words(collection, form))}"' for form in _forms_of_code(part))
 
 
 def _rarity(having: int, passages: int) -> float:

@@ -37,6 +37,12 @@ _WORD_BEFORE, _WORD_AFTER = re.compile(rf"({_IN_WORD}|\d[.,-])\Z"), re.compile(r
 _GROUPED_BY_BLANKS = re.compile(r"(?<![\w.,-])\d{1,3}(?:[  ]\d{3})+(?!\d)")  # `18 642`
 _UNIT = re.compile(rf"(\d)({_LETTER}{{1,2}})(?!\d|{_LETTER})")  # of `9th`, `41m`, `20km`
 _DASHED = re.compile(r"\w[\w.,:]*(?:[–—]\w+(?:[.,:]\w+)*)+")
+# `CP-40` and `CP 40` are the code `CP40`.
+_CODE_BORDER = re.compile(
+    r"(?<=[A-Z])-(?=\d)|(?<=\d)-(?=[A-Z])|(?:(?<=[A-Z]{2})|(?<=(?<!\w)[B-HJ-Z])) (?=\d)"
+)
+_CODE = re.compile(r"[A-Z][ -]?\d|\d-?[A-Z]")
+_SPACED_CODE = re.compile(r"(?<!\w)(?:[A-Z]{2,}|[B-HJ-Z]) \w*\d\w*(?:[.,-]\w+)*")
 _LIST_NUMBER = re.compile(r"^\s*\d{1,3}[.)]\s", re.MULTILINE)
 _CITATION = re.compile(r"\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\]")
 
@@ -73,8 +79,22 @@ def plain_numbers(text: str, thousands: re.Pattern[str] = _THOUSANDS_BY_MARKS) -
 def contains(text: str, figure: str) -> bool:
     """Whether the text contains the whole figure or name: 4 is not in `4-1163`, 41 not in `41.5`."""
     return (
-        _occurs_in(_normalised(_folded(figure)), _readings(text)) or not without_dates(figure, text).strip()
+        _occurs_in(_normalised(_folded(figure)), _readings(text))
+        or (bool(_CODE.search(figure)) and _occurs_in(_folded(_joined(figure)), _readings(_joined(text))))
+        or not without_dates(figure, text).strip()
     )
+
+
+def without_known(text: str, given: str) -> str:
+    """The text without those of its dates, ranges and codes that the given text has in some form."""
+    # The answer's `5–10` is split as a range, a passage's `5-10` is not, so dashed figures are searched unsplit first.
+    for pattern in (_DASHED, _SPACED_CODE):
+        text = pattern.sub(lambda found: " " if contains(given, found[0]) else found[0], text)
+    return without_dates(text, given)
+
+
+def _joined(text: str) -> str:
+    return _CODE_BORDER.sub("", unicodedata.normalize("NFKC", text).translate(_HYPHENS))
 
 
 def figures_in(text: str) -> list[str]:
@@ -88,12 +108,10 @@ def figures_in(text: str) -> list[str]:
 
 def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     """The figures of an answer that do not occur in the prompt's text `given` (passages, question, history)."""
-    # The answer's `5–10` is split as a range, a passage's `5-10` is not, so dashed figures are searched unsplit first.
-    answer = _DASHED.sub(lambda dashed: " " if contains(given, dashed[0]) else dashed[0], answer)
     if not figures_in(answer):
         return ()
     dates, outside_dates = dates_in(given), figures_in(without_dates(answer))
-    found = figures_in(without_dates(answer, given))
+    found = figures_in(without_known(answer, given))
     text = _readings(given)
     # A unit's letters may be apart or missing, in the answer and in the prompt: `41m` for `41 m`, `9th` for `9`.
     text += "\n" + _UNIT.sub(r"\1 \2", _MAYBE_RANGE.sub(" - ", text))
@@ -103,6 +121,7 @@ def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
         for figure, spelling in spellings.items()
         if not (figure in outside_dates and f"{figure}-00-00" in dates)  # the year of a date
         and not any(_occurs_in(each, text) for each in (spelling, _UNIT.sub(r"\1", spelling)))
+        and not contains(given, figure)
     )
 
 

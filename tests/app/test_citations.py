@@ -318,6 +318,9 @@ def test_numbers_in_words_are_read_as_they_are_said(words, numbers):
             "On weekdays the pool is open from 7 until 20, on weekends from 9 until 18.",
             True,
         ),
+        ("The pump CP40 delivers 3 litres.", "The pump CP-40 delivers 3 litres.", True),
+        ("The pump CP-40 delivers 3 litres.", "The pump CP 40 delivers 3 litres.", True),
+        ("The pump CP-40 delivers 3 litres.", "The pump CP-400 delivers 3 litres.", False),
         ("The café is on Mill Lane.", "The café is off the main road on Mill Lane.", True),
         (
             "Eure Kündigungsfrist beträgt laut Vertrag drei Monate.",

@@ -94,6 +94,12 @@ def test_the_month_of_a_given_date_is_no_unknown_name(talks, chat, engine):
     assert asked(talks, chat, question).report["unsupported_figures"] == ["October"]
 
 
+def test_the_letters_of_a_given_code_are_no_unknown_name(talks, chat, engine):
+    engine.reply = ("Yes, the sky over the harbour that CP 40 and ", "XY 40 show is blue in the morning.")
+    question = "What colour has the sky over the harbour on the CP-40?"
+    assert asked(talks, chat, question).report["unsupported_figures"] == ["XY"]
+
+
 def test_a_figure_that_a_passage_has_in_words_is_no_doubt(talks, chat, engine):
     """`3 boats` had a citation, and the mark of a figure that is in no passage."""
     engine.reply, engine.unsupported = ("3 boats lie at the quay, ", "not 7."), ("3", "7")
@@ -120,6 +126,8 @@ def test_a_code_that_no_passage_has_is_told(talks):
         ("When is invoice 2024-0817 due, and 2024-0317?", ["2024-0317"]),
         ("Who wrote “the old mill”?", []),  # of words the index knows other forms
         ("What is KX-2216?", ["KX-2216"]),
+        ("What are KX 22161, KX22161 and E 23?", []),
+        ("What are E 24 and KX 2216?", ["E 24", "KX 2216"]),
         ("What happened in 2024?", []),
     ],
 )

@@ -349,6 +349,37 @@ def test_passages_with_the_code_come_first(library):
     }
 
 
+@pytest.mark.parametrize("code", ["CP40", "CP-40", "CP 40", "cp\u201140"])
+def test_a_code_is_found_with_and_without_a_hyphen_or_blank(library, code):
+    """`What is CP40?` did not find `CP-40`."""
+    texts = [
+        "pump CP-40 a", "pump CP40 b", "pump CP 40 c", "valve CP-400 d", "valve CP-4 0 e", "valve CP4-0 f",
+        "valve XCP40 g", "valve CP of 40 h", *"ijklmnopq",
+    ]  # fmt: skip
+    _, nodes = fill(library, "/a", texts)
+    found = by_words(library, ["default"], f"What is {code}?", 99)
+    assert {node for node, match in found.items() if match.is_exact} == set(nodes[:3])
+    assert set(by_words(library, ["default"], code, 3)) == set(nodes[:3])
+
+
+@pytest.mark.parametrize(
+    ("question", "exact"),
+    [
+        ("Where is KX7731B?", [0]),
+        ("Where is KX-7731B?", [0]),
+        ("What does ID 48213 cost?", [1, 2]),
+        ("What costs EUR 450?", []),
+        ("What is due in FY 2024?", []),
+        ("WHAT IS DUE IN 12 MONTHS?", []),
+    ],
+)
+def test_other_words_before_numbers_are_no_codes(library, question, exact):
+    texts = ["KX-7731-B a", "ID-48213 b", "48213 c", "EUR 450 d", "FY 2024 e", "in 12 months f", *"ghijklm"]
+    _, nodes = fill(library, "/a", texts)
+    found = by_words(library, ["default"], question, 99)
+    assert {node for node, match in found.items() if match.is_exact} == {nodes[at] for at in exact}
+
+
 def test_passages_with_a_rare_term_are_marked(library):
     """`levothyroxine` is shared by no chance; a term that many passages have is the library's subject."""
     texts = [

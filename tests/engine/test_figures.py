@@ -89,6 +89,13 @@ def test_figures_exclude_citations_and_list_numbers():
         # The whole clause was a figure.
         ("港は1921年に浚渫されました。", "港は1921年にエムス社によって浚渫された。", ()),
         ("港は1922年に浚渫されました。", "港は1921年にエムス社によって浚渫された。", ("1922",)),
+        # Codes are equal with and without a hyphen or a blank after their letters.
+        ("CP-40, CP40 and CP 40", "the pump CP40", ()),
+        ("CP-40, CP40 and CP 40", "the pump CP-40", ()),
+        ("CP-40, CP40 and CP 40", "the pump CP 40", ()),
+        ("KX7731B", "KX-7731-B", ()),
+        ("CP-40, CP41 and CP 40", "the pumps CP400, CP-4 0, XCP40, CP-41-2", ("CP-40", "CP41", "40")),
+        ("A41", "A 41 m wall", ("A41",)),
         # Dates are equal in any form; the year and the month of a date are in it.
         ("on 17 August 2024", "am 17.08.2024", ()),
         ("am 17.8.2024 oder 14.08.2024", "on August 14 and 17, 2024", ()),
