@@ -22,7 +22,7 @@ from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import RemoteError, StoreError, UnknownChunkError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import NodeIndex, Scope
-from ragblend.kvstore.remote import Wanted
+from ragblend.kvstore.remote import Remote, Wanted
 
 BATCH_NODES = 200  # nodes that are handled while the store's lock is held
 BATCH_PAUSE_S = 0.001  # between two batches, so that a waiting thread gets the lock
@@ -170,10 +170,26 @@ class NodeEncoder(ABC):
                 except StoreError as error:  # a file that cannot be removed must not stop the others
                     failed = failed or error
             time.sleep(BATCH_PAUSE_S)
+        if last_digest:
+            self._note_shared_copies()
         self._delete_shared()
         if failed is not None:
             raise failed
         return freed
+
+    def _note_shared_copies(self) -> None:
+        """Log once that deleted KV may stay in a shared store whose URL this process was not given."""
+        runtime = self._runtime
+        if runtime.has_noted_shared_copies:
+            return
+        with runtime.store_lock:
+            if runtime.store.remote is not None or Remote.name not in runtime.store.totals_by_tier():
+                return
+        runtime.has_noted_shared_copies = True
+        log.warning(
+            "Copies of deleted KV may stay in the shared store that this home has used, until they expire: this "
+            "process was not given its URL. To delete them, add the documents again and delete them with --remote."
+        )
 
     def _delete_shared(self) -> None:
         """Delete from the shared store the KV that was deleted here, of any collection. If that store cannot be

@@ -74,6 +74,7 @@ class RuntimeBase(ABC):
         self._budgets: dict[str, int] = {}
         self._remote: str | None = None
         self._store_policy: str | None = None
+        self.has_noted_shared_copies = False  # see `NodeEncoder`
         self.load = "auto"  # as in `EngineConfig`
         self._digests = home / "models" / "digests.json"
         self._adopt(config)

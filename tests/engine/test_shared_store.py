@@ -283,6 +283,30 @@ def test_the_next_process_finishes_a_deletion(redis, line, fresh_bench_for, tmp_
     assert len(names.names()) == 1 and again.engine.runtime.nodes.outbox(shared=True) == {}
 
 
+def test_a_process_without_the_url_says_that_copies_may_stay(shared_of, fresh_bench_for, tmp_path, caplog):
+    """`docs rm` without `--remote` left the KV in the shared store and said nothing."""
+    shared, home, note = (
+        shared_of("file"),
+        tmp_path / "kept",
+        "Copies of deleted KV may stay in the shared store",
+    )
+    here = fresh_bench_for(home=home, remote=shared.url + PATIENT)
+    here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
+    assert remote_of(here).flush()
+    here.engine.forget(["d"])
+    here.engine.close()
+    other = fresh_bench_for(home=home, dtype="bfloat16").engine
+    other.forget(())
+    assert note not in caplog.text and len(shared.names.names()) == 3
+    other.forget(["a"])
+    other.forget(["b"])
+    assert caplog.text.count(note) == 1, "a command for a hundred documents says it once"
+    alone = fresh_bench_for().engine
+    alone.encode(TEXTS[:1], node_ids=["a"])
+    alone.forget(["a"])
+    assert caplog.text.count(note) == 1, "this home has no shared store"
+
+
 def test_deletions_owed_only_to_the_shared_store_are_not_repeated_here(fresh_bench_for, monkeypatch):
     """Each `enter` once deleted every owed key again, in the turn that questions need, and was called back for it."""
     engine = fresh_bench_for(remote=f"redis://127.0.0.1:{free_port()}/0?retry_s=600").engine
