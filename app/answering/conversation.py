@@ -27,7 +27,7 @@ from ragblend.app.answering.context import (
     wording_for,
 )
 from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
-from ragblend.app.answering.retrieval import nearest, search_in_stages
+from ragblend.app.answering.retrieval import is_incomplete, nearest, search_in_stages
 from ragblend.app.database import now, storable
 from ragblend.app.library.documents import Document
 from ragblend.app.library.word_search import missing_codes
@@ -257,8 +257,10 @@ class Conversations:
         turns, begun = past_turns(messages), time.perf_counter()
         collections = self._collections(options)
         has_earlier_sources = any(turn.sources for turn in turns)
-        previous = turns[-1].question if turns else ""
-        for found, notice in self._search(collections, question.text, previous, settings.top_k, options):
+        complete = (turn.question for turn in reversed(turns) if not is_incomplete(turn.question))
+        for found, notice in self._search(
+            collections, question.text, next(complete, ""), settings.top_k, options
+        ):
             retrieve_ms = (time.perf_counter() - begun) * 1e3
             wording = wording_for(options.mode, settings.system, bool(found) or has_earlier_sources)
             if not found:
@@ -317,7 +319,7 @@ class Conversations:
     ) -> Iterator[tuple[list[AnswerSource], str | None]]:
         """The best passages of all collections after each stage, and a notice about empty collections.
 
-        previous: the question before this one, which may refer to it.
+        previous: the last complete question before this one, which may refer to it.
         """
         names = list(dict.fromkeys(collections))
         if unknown := [name for name in names if name not in self._workspaces.names()]:

@@ -7,8 +7,9 @@ If the settings name a cross-encoder (`reranker`), it scores the best passages w
 order.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -18,13 +19,20 @@ from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.relevance import relevant_nodes
-from ragblend.app.answering.support import PRONOUNS
-from ragblend.app.database import split_words
+from ragblend.app.answering.support import PRONOUNS, STOP_WORDS, YEAR
+from ragblend.app.database import WORD, folded, split_words
 from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.library.similarity import recorded_similarity
-from ragblend.app.library.stop_words import ENGLISH, languages_of, languages_of_prose
-from ragblend.app.library.word_search import WordMatch, by_words
+from ragblend.app.library.stop_words import (
+    ENGLISH,
+    MORE_STOP_WORDS,
+    languages_of,
+    languages_of_prose,
+    stop_words_in,
+)
+from ragblend.app.library.word_search import WordMatch, by_words, exact_parts
 from ragblend.app.workspace import Workspace
+from ragblend.engine.prompts.figures import FIGURE, figures_in
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
 
@@ -39,6 +47,10 @@ RRF_CONSTANT = 60  # from the paper: the larger, the less the first ranks differ
 # alone, by these factors; after a change of topic none is. `python -m benchmarks.measure_search` has the table.
 MIN_OF_BEFORE = 0.9
 MIN_WITH_PRONOUN = 0.85  # "Translate that into German" has no topic of its own
+CONTINUATION = re.compile(r"\A\W*(?:(?:what|how) about|was ist mit|and|und|et|y)\b", re.IGNORECASE)
+ASKING_WORDS = frozenset(
+    split_words(" ".join(("who whom whose what when where which why how", *MORE_STOP_WORDS.values())))
+)
 REFERRING_WORDS = PRONOUNS | {"that", "those", "her"}
 # Up to this many passages, the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
@@ -69,25 +81,58 @@ def search_in_stages(
     cancel: checked while a question is embedded and between the reranker's batches; Cancelled is raised once it is set.
     documents: ids of the documents to search, all of whose passages count as relevant; (): all documents.
     """
-    queries, count = [question], CANDIDATES_PER_RESULT * top_k
-    within = None
+    count, within = CANDIDATES_PER_RESULT * top_k, None
     if documents:
         libraries = [workspace.library for workspace in workspaces[:1]]  # all collections share one library
         within = {node for library in libraries for each in documents for node in library.node_ids(each)}
     rank = partial(_rank, workspaces, count=count, cancel=cancel, within=within)
-    ranked = [rank(question)]
+    rankings = _rankings(rank, question, previous)
+    candidates = _interleave([*rankings.values()])[:count]
+    yield candidates[:top_k]
+    reranker = workspaces[0].reranker if len(candidates) > 1 else None
+    if reranker is not None:
+        yield _interleave([_rerank(reranker, query, candidates, cancel) for query in rankings])[:top_k]
+
+
+def _rankings(
+    rank: Callable[[str], list[AnswerSource]], question: str, previous: str
+) -> dict[str, list[AnswerSource]]:
+    """What is found for the question, and for the previous one together with it if it keeps to its topic.
+
+    Only for both together if the question alone is incomplete.
+    """
+    if previous and is_incomplete(question):
+        joined = f"{_without_replaced_figures(previous, question)} {question}"
+        if found := rank(joined):
+            return {joined: found}
+    rankings = {question: rank(question)}
     if previous:
         joined = f"{previous} {question}"
         earlier, both = rank(previous), rank(joined)
         least = MIN_OF_BEFORE if REFERRING_WORDS.isdisjoint(split_words(question)) else MIN_WITH_PRONOUN
         if both and _nearest_score(both) >= least * _nearest_score(earlier):
-            queries.append(joined)
-            ranked.append(both)
-    candidates = _interleave(ranked)[:count]
-    yield candidates[:top_k]
-    reranker = workspaces[0].reranker if len(candidates) > 1 else None
-    if reranker is not None:
-        yield _interleave([_rerank(reranker, query, candidates, cancel) for query in queries])[:top_k]
+            rankings[joined] = both
+    return rankings
+
+
+def is_incomplete(question: str) -> bool:
+    """Whether a question has only figures, or begins with `and` or `what about` and has only figures and names.
+
+    Without the question before it, `And in 2023?` finds whatever has this year. A code identifies what is meant.
+    """
+    rest, empty = CONTINUATION.sub("", question), (STOP_WORDS | stop_words_in(question)) - ASKING_WORDS
+    content = [word for word in WORD.findall(rest) if not word.isdigit() and folded(word) not in empty]
+    if any(not YEAR.fullmatch(code) for code in exact_parts(question)):
+        return False
+    if rest == question:
+        return bool(figures_in(question)) and not content
+    return all(word[0].isupper() for word in content) and ASKING_WORDS.isdisjoint(map(folded, content))
+
+
+def _without_replaced_figures(previous: str, question: str) -> str:
+    """The previous question without the figures that look like those of the new one, such as its year."""
+    forms = {re.sub(r"\d", "0", figure) for figure in figures_in(question)}
+    return FIGURE.sub(lambda figure: "" if re.sub(r"\d", "0", figure[0]) in forms else figure[0], previous)
 
 
 def _nearest_score(found: Sequence[AnswerSource]) -> float:

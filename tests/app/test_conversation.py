@@ -157,6 +157,21 @@ def test_follow_up_is_searched_with_the_question_before_it(talks, chat):
     assert "boats.txt" in [source.document for source in answer.sources]
 
 
+def test_incomplete_questions_in_a_row_are_searched_with_the_last_complete_one(
+    talks, workspaces, chat, tmp_path
+):
+    workspaces.create("mill")
+    for year in ("2021", "2022", "2023"):
+        (tmp_path / f"{year}.txt").write_text(
+            f"In {year} the revenue of the mill was {year[-1]} million crowns."
+        )
+        (tmp_path / f"festival-{year}.txt").write_text(f"A festival in {year}.")
+    ingest(workspaces.of("mill"), [*tmp_path.glob("*.txt")])
+    asked(talks, chat, "What was the revenue of the mill in 2022?", collections=("mill",))
+    for question, first in (("And 2023?", "2023.txt"), ("2021?", "2021.txt")):
+        assert asked(talks, chat, question, collections=("mill",)).sources[0].document == first
+
+
 def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, tmp_path):
     workspaces.create("trains")
     (tmp_path / "train.txt").write_text("The train to the harbour is green and leaves at noon.")

@@ -240,6 +240,36 @@ def test_a_new_topic_is_not_joined_to_the_question_before_it(
     assert [source.document for source in search([workspace], question, 1, before)] == found
 
 
+REVENUE = {
+    "2022.txt": "In 2022 the revenue of the mill was 4 million crowns.",
+    "2023.txt": "In 2023 the revenue of the mill was 5 million crowns.",
+    "festival.txt": "A festival in 2023.",
+    "choir.txt": "Turin sings.",
+    "turin.txt": "In Turin the revenue of the shop was 6 million crowns in 2022.",
+}
+
+
+@pytest.mark.parametrize(
+    ("question", "first"),
+    [
+        ("and in 2023?", "2023.txt"),
+        ("2023?", "2023.txt"),
+        ("Und 2023?", "2023.txt"),
+        ("What about 2023?", "2023.txt"),
+        ("What about Turin?", "turin.txt"),
+        ("And which festival?", "festival.txt"),  # has words of its own
+        ("Who sings?", "choir.txt"),
+    ],
+)
+def test_an_incomplete_question_is_searched_only_with_the_one_before_it(
+    open_workspace, tmp_path, question, first
+):
+    """`And in 2023?`, after a question about 2022's revenue, preferred passages that merely have 2023."""
+    workspace = open_workspace(chunk_tokens=64)
+    ingest(workspace, [write_files(tmp_path, REVENUE)])
+    assert search([workspace], question, 6, "What was the revenue in 2022?")[0].document == first
+
+
 @pytest.mark.parametrize(
     ("question", "share", "is_joined"),
     [
