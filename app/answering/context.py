@@ -107,12 +107,25 @@ def with_numbers(
 
     `earlier` is set for a passage that is in the prompt already, with one of these turns.
     """
-    known = {source.node_id: source.number for message in messages for source in message.sources}
+    numbers = _distinct_numbers(
+        [*(each for message in reversed(messages) for each in message.sources), *found]
+    )
     in_turns = {source.node_id for turn in turns for source in turn.sources}
-    new_numbers = count(1 + max(known.values(), default=0))
-    numbers = (known[s.node_id] if s.node_id in known else next(new_numbers) for s in found)
-    pairs = zip(found, numbers, strict=True)
-    return [replace(s, number=number, earlier=s.node_id in in_turns) for s, number in pairs]
+    return [replace(s, number=numbers[s.node_id], earlier=s.node_id in in_turns) for s in found]
+
+
+def _distinct_numbers(sources: Sequence[AnswerSource]) -> dict[str, int]:
+    """A number for each passage: the next one if it has none, or if a passage before it has the same.
+
+    Two have the same if they were found for two questions asked at once.
+    """
+    numbers, new = dict[str, int](), count(1 + max((source.number for source in sources), default=0))
+    taken = {0}
+    for source in sources:
+        if source.node_id not in numbers:
+            numbers[source.node_id] = next(new) if source.number in taken else source.number
+            taken.add(source.number)
+    return numbers
 
 
 class _Draft(NamedTuple):
@@ -169,8 +182,10 @@ def fit(
             raise PromptTooLongError(_too_long_message(engine, draft.tokens, room_tokens))
         best = _without_lowest_ranked(best, draft, room_tokens)
         draft = build_draft()
-    all_sources = {s.number: replace(s, earlier=True) for turn in kept for s in turn.sources}
-    all_sources |= {source.number: source for source in draft.sources}
+    earlier = [source for turn in kept for source in turn.sources]
+    all_sources = {
+        source.node_id: source for source in [*with_numbers(earlier, messages, kept), *draft.sources]
+    }
     first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
     notice = _left_out_notice(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
     return PromptContext(

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from app_fakes import Killed
@@ -170,6 +171,24 @@ def test_incomplete_questions_in_a_row_are_searched_with_the_last_complete_one(
     asked(talks, chat, "What was the revenue of the mill in 2022?", collections=("mill",))
     for question, first in (("And 2023?", "2023.txt"), ("2021?", "2021.txt")):
         assert asked(talks, chat, question, collections=("mill",)).sources[0].document == first
+
+
+def test_passages_of_questions_asked_at_once_have_distinct_numbers_afterwards(
+    talks, chat, embedder, monkeypatch
+):
+    """Both answers had a source 1; the next one listed both, and a click on the second opened the first."""
+    embed, both_search = embedder.embed_question, threading.Barrier(2)
+    with monkeypatch.context() as patched, ThreadPoolExecutor() as pool:
+        patched.setattr(
+            embedder, "embed_question", lambda *given: [both_search.wait(timeout=60), embed(*given)][1]
+        )
+        answers = [*pool.map(lambda question: asked(talks, chat, question, top_k=1), (SKY, BOATS))]
+    assert [[source.number for source in answer.sources] for answer in answers] == [[1], [1]]
+    assert answers[0].sources[0].node_id != answers[1].sources[0].node_id
+    first, second = (asked(talks, chat, f"{SKY} {BOATS}", top_k=3).sources for _ in range(2))
+    assert [source.node_id for source in first] == [source.node_id for source in second]
+    assert len({source.number for source in first}) == len(first) == 3
+    assert [source.number for source in first] == [source.number for source in second]
 
 
 def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, tmp_path):
