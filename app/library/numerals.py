@@ -1,22 +1,9 @@
-"""Writes the numbers of list items as letters or Roman numerals, by the names of DOCX's number formats."""
+"""Writes the numbers of list items as letters or Roman numerals."""
 
-from collections.abc import Callable
-
-ROMAN = {
-    1000: "m",
-    900: "cm",
-    500: "d",
-    400: "cd",
-    100: "c",
-    90: "xc",
-    50: "l",
-    40: "xl",
-    10: "x",
-    9: "ix",
-    5: "v",
-    4: "iv",
-    1: "i",
-}
+LETTERS = {"a", "loweralpha", "upperalpha", "lowerletter", "upperletter"}
+ROMAN = {"i", "lowerroman", "upperroman"}
+ROMAN_SIZES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
+ROMAN_LETTERS = ("m", "cm", "d", "cd", "c", "xc", "l", "xl", "x", "ix", "v", "iv", "i")
 MAX_NUMERAL = 10_000  # a higher number, which a damaged file may have, is written in digits
 
 
@@ -26,28 +13,14 @@ def parse_number(text: str, default: int) -> int:
 
 
 def numeral(count: int, number_format: str) -> str:
-    """The number in this format; in digits if the format is unknown."""
-    write = NUMBER_FORMATS.get(number_format, str)
-    return write(count) if count < MAX_NUMERAL else str(count)
-
-
-def _letters(count: int) -> str:
-    """a to z, then aa, bb and so on, as Word does."""
-    return chr(ord("a") + (count - 1) % 26) * ((count - 1) // 26 + 1) if count > 0 else ""
-
-
-def _roman(count: int) -> str:
-    text = ""
-    for size, letters in ROMAN.items():
-        text, count = text + letters * (count // size), count % size
-    return text
-
-
-NUMBER_FORMATS: dict[str, Callable[[int], str]] = {
-    "decimalZero": "{:02}".format,
-    "lowerLetter": _letters,
-    "upperLetter": lambda count: _letters(count).upper(),
-    "lowerRoman": _roman,
-    "upperRoman": lambda count: _roman(count).upper(),
-    "none": lambda _: "",
-}
+    """The number in a format of HTML (`a`, `I`), docutils (`loweralpha`) or DOCX (`lowerLetter`); else in digits."""
+    if number_format == "none":
+        return ""
+    text, kind = f"{count:02}" if number_format == "decimalZero" else str(count), number_format.lower()
+    if kind in LETTERS and 0 < count < MAX_NUMERAL:  # a to z, then aa, bb and so on, as Word does
+        text = chr(ord("a") + (count - 1) % 26) * ((count - 1) // 26 + 1)
+    elif kind in ROMAN and 0 < count < MAX_NUMERAL:
+        text = ""
+        for size, letters in zip(ROMAN_SIZES, ROMAN_LETTERS, strict=True):
+            text, count = text + letters * (count // size), count % size
+    return text.upper() if number_format.startswith(("A", "I", "upper")) else text

@@ -4,15 +4,15 @@ pdfium's text has the cells of a table one after another, and starts a new line 
 as rows only where the text has exactly its letters, in the same order: nothing is lost or moved.
 """
 
-from bisect import bisect, bisect_left
-from collections.abc import Iterator, Sequence, Set
+from bisect import bisect_left
+from collections.abc import Sequence, Set
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
 from ragblend.app.library.matching import HYPHENS, fold
-from ragblend.app.library.tables import has_subheader, rows_as_text, with_merged_cells
+from ragblend.app.library.tables import Cell, has_subheader, rows_as_text, spread_cells
 
 # On a page: points are ends of lines and corners of boxes, of which a table of two by two has 12; two columns have
 # three edges. With more points or crossings it is a drawing or squared paper, and pdfplumber would look at all of them.
@@ -23,22 +23,16 @@ UNFOLDED_SIGNS = HYPHENS | {"|"}  # signs that `fold` leaves out, beside the let
 TRIMMED_SIGNS = frozenset(" \t") | UNFOLDED_SIGNS
 
 
-CellBox = tuple[float, float, float, float]
-
-
 class PageTable(NamedTuple):
-    """edges: x-coordinates of its columns' edges, in points; merged: the cells that span rows or columns, as
-    `with_merged_cells` takes them.
-    """
+    """edges: x-coordinates of its columns' edges, in points."""
 
-    rows: list[list[str]]
+    rows: list[list[Cell]]
     edges: tuple[int, ...] = ()
-    merged: Sequence[tuple[int, int, int, int]] = ()
 
     @property
     def first_row(self) -> list[str]:
-        """The first row that has text."""
-        return next(filter(any, self.rows))
+        """The texts of the first row that has text."""
+        return next(filter(any, ([cell.text for cell in row] for row in self.rows)))
 
 
 class TableFinder:
@@ -94,28 +88,36 @@ class TableFinder:
 
         if self._plumber_pdf is None:
             self._plumber_pdf = pdfplumber.open(self._path)
-        found = []
         with closing(self._plumber_pdf.pages[number]) as page:  # else it keeps all of the page's letters
-            for table in page.find_tables():
-                rows = [[_on_one_line(cell or "") for cell in row] for row in table.extract()]
-                if _is_table(rows, len(table.cells)):
-                    edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
-                    found.append(PageTable(rows, tuple(sorted(edges)), list(_spanning_cells(table.cells))))
-        return found
+            return [found for table in page.find_tables() if (found := _page_table(table)) is not None]
 
 
-def _spanning_cells(cells: Sequence[CellBox]) -> Iterator[tuple[int, int, int, int]]:
-    """Those of a table's cells (left, top, right, bottom, in points) that span others, as in `PageTable.merged`."""
-    columns, rows = (sorted({cell[at] for cell in cells}) for at in (0, 1))
-    for left, top, right, bottom in cells:
-        span = (
-            bisect(columns, left),
-            bisect(rows, top),
-            bisect_left(columns, right),
-            bisect_left(rows, bottom),
-        )
-        if span[:2] != span[2:]:
-            yield span
+def _page_table(table: Any) -> PageTable | None:
+    """A table as pdfplumber found it; None if its lines are a chart's, a form's, or the page's layout."""
+    columns, rows = (sorted({box[at] for box in table.cells}) for at in (0, 1))
+    cells = [
+        [
+            Cell(
+                " ".join(text.split()),
+                bisect_left(columns, box[2]) - bisect_left(columns, box[0]),
+                bisect_left(rows, box[3]) - bisect_left(rows, box[1]),
+            )
+            for text, box in zip(texts, row.cells, strict=True)
+            if box is not None  # else another cell spans it
+        ]
+        for texts, row in zip(table.extract(), table.rows, strict=True)
+    ]
+    filled = [text for row in cells for text, *_ in row if text]
+    if (
+        len(columns) < 2
+        or len(filled) < MIN_FILLED * len(table.cells)
+        or max(map(len, filled)) > CELL_CHARACTERS
+    ):
+        return None
+    if sum(any(text for text, *_ in row) for row in cells) < 2:
+        return None
+    edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
+    return PageTable(cells, tuple(sorted(edges)))
 
 
 def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = False) -> str:
@@ -126,7 +128,7 @@ def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = Fa
     letters, indexes = fold(text)
     pieces, cursor, done = list[str](), 0, 0
     for index, table in enumerate(tables):
-        wanted = "".join(fold(cell)[0] for row in table.rows for cell in row)
+        wanted = "".join(fold(cell.text)[0] for row in table.rows for cell in row)
         found = letters.find(wanted, cursor)
         if found < 0 or letters.find(wanted, found + 1) >= 0:
             continue
@@ -135,57 +137,45 @@ def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = Fa
         if rows is None:
             continue
         start, stop = _widened(text, indexes[found], indexes[at - 1] + 1, TRIMMED_SIGNS)
-        rows, header_rows = _with_merged_cells(rows, table.merged)
-        named = rows_as_text(rows, may_have_names=index > 0 or not continues, header_rows=header_rows)
+        spread, header_rows = _spread_cells(rows)
+        named = rows_as_text(spread, may_have_names=index > 0 or not continues, header_rows=header_rows)
         pieces += [text[done : max(start, done)].rstrip(), named]
         cursor, done = at, stop
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
 
 
-def _cells_from_text(text: str, indexes: Sequence[int], table: list[list[str]]) -> list[list[str]] | None:
+def _cells_from_text(text: str, indexes: Sequence[int], table: list[list[Cell]]) -> list[list[Cell]] | None:
     """The cells with their text from pdfium, which separates words better; None if a cell would begin or end in a word.
 
     indexes: of the cells' letters in the text.
     """
-    rows, at = list[list[str]](), 0
+    rows, at = list[list[Cell]](), 0
     for row in table:
         rows.append([])
         for cell in row:
-            size = len(fold(cell)[0])
-            # A cell without letters has only signs, such as a dash.
-            part = _whole_words(text, indexes[at : at + size]) if size else cell
-            if part is None:
+            size = len(fold(cell.text)[0])
+            start, stop = 0, 0
+            if size:  # else it has only signs, such as a dash
+                start, stop = _widened(text, indexes[at], indexes[at + size - 1] + 1, UNFOLDED_SIGNS)
+            if text[start - 1 : start].strip() or (size and text[stop : stop + 1].strip()):
                 return None
-            rows[-1].append(part)
+            rows[-1].append(cell._replace(text=" ".join(text[start:stop].split())) if size else cell)
             at += size
     return rows
 
 
-def _with_merged_cells(
-    rows: list[list[str]], merged: Sequence[tuple[int, int, int, int]]
-) -> tuple[list[list[str]], int]:
-    """The rows that have text, with a merged cell's text in all rows that it spans; and how many are the header.
+def _spread_cells(rows: list[list[Cell]]) -> tuple[list[list[str]], int]:
+    """The rows that have text, with a spanning cell's text in all rows that it spans; and how many are the header.
 
     These are 2 if cells of the first row, but not all, span columns that the second row names. They are in all of these
     columns then. If all span some, it is a form: `Tenant | Guarantor` above `Name | Ann | Name | Ben`.
     """
-    in_first_column = [(left, top, left, bottom) for left, top, _, bottom in merged]
-    in_all_columns, in_one = (
-        [row for row in with_merged_cells(map(list, rows), spans) if any(row)]
-        for spans in (merged, in_first_column)
-    )
+    in_all_columns, in_one = (list(filter(None, spread_cells(rows, n))) for n in (None, 0))
     names = in_all_columns[0]
     have_spans = names != in_one[0] and any(names.count(name) == 1 for name in names)
     if have_spans and has_subheader(in_all_columns):
         return in_all_columns, 2
     return in_one, 0
-
-
-def _whole_words(text: str, indexes: Sequence[int]) -> str | None:
-    """The text of a cell with letters at these indexes; None if it would begin or end within a word."""
-    start, stop = _widened(text, indexes[0], indexes[-1] + 1, UNFOLDED_SIGNS)
-    is_whole = not text[start - 1 : start].strip() and not text[stop : stop + 1].strip()
-    return _on_one_line(text[start:stop]) if is_whole else None
 
 
 def _widened(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, int]:
@@ -195,17 +185,3 @@ def _widened(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, in
     while stop < len(text) and text[stop] in signs:
         stop += 1
     return start, stop
-
-
-def _is_table(rows: list[list[str]], cells: int) -> bool:
-    texts = [cell for row in rows for cell in row if cell]
-    return (
-        sum(map(any, rows)) > 1
-        and len(rows[0]) > 1
-        and len(texts) >= MIN_FILLED * cells
-        and max(map(len, texts)) <= CELL_CHARACTERS  # else the lines are the page's layout
-    )
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.split())

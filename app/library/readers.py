@@ -43,7 +43,7 @@ INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*\n(?:.+\n)*?---$", re.MULTILINE)
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to judge whether it is in a language
-VERSION = 11  # part of a document's recipe: raise it when the text that comes out changes
+VERSION = 12  # part of a document's recipe: raise it when the text that comes out changes
 
 
 DEFAULT_RECOGNITION = TextRecognition()

@@ -8,14 +8,13 @@ may begin below that row.
 import csv
 import io
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
 from itertools import chain, islice, pairwise, takewhile, zip_longest
 from pathlib import Path
 from statistics import median_high
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
 
@@ -47,7 +46,52 @@ DATE = re.compile(r"\d{1,4}([-./])\d{1,2}\1\d{2,4}([T ][\d:.]+Z?)?")
 VALUE = re.compile(rf"[-+]?[$€£¥]?[-+]?\d[\d.,' ]*[%$€£¥]?|{DATE.pattern}")
 INTEGER = re.compile(r"-?\d{1,15}")  # int() refuses more than 4300
 YEAR = re.compile(r"(?:19|20)\d\d")
+MAX_SPANNING_COLUMNS = 1000
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
+
+
+class Cell(NamedTuple):
+    """A cell that spans columns and rows. rows: 0 if it continues the cell above it."""
+
+    text: str
+    columns: int = 1
+    rows: int = 1
+
+
+def spread_cells(
+    rows: Iterable[Sequence[Cell]], header_rows: int | None = None, columns: int = MAX_SPANNING_COLUMNS
+) -> Iterator[list[str]]:
+    """The texts of each row, with a spanning cell's text in all rows that it spans and that have more text. Of the
+    columns that it spans, only the first gets the text; in a header row all do.
+
+    header_rows: None if the header is the first row with several texts. A cell right of `columns` spans only itself:
+    else spanning cells in each row would fill memory.
+    """
+    above, spanning = (
+        dict[int, str](),
+        dict[int, tuple[str, int]](),
+    )  # by column; with the number of further rows
+    for number, row in enumerate(rows):
+        texts = {column: text for column, (text, _) in spanning.items()}
+        spanning = {column: (text, left - 1) for column, (text, left) in spanning.items() if left > 1}
+        if not any(cell.text for cell in row):
+            yield []
+            continue
+        has_several = sum(map(bool, [*texts.values(), *(cell.text for cell in row)])) > 1
+        is_header = has_several if header_rows is None else number < header_rows
+        header_rows = 0 if header_rows is None and has_several else header_rows
+        is_line, column = len(row) == 1 and not texts, 0  # across the table
+        for cell in row:
+            while column in texts:
+                column += 1
+            text = cell.text if cell.rows else above.get(column, "")
+            width = 1 if is_line else max(1, min(cell.columns, columns - column))
+            for n in range(column, column + width):
+                texts[n] = text if n == column or is_header else ""
+                if cell.rows > 1 and column < columns:
+                    spanning[n] = texts[n], cell.rows - 1
+        above = texts
+        yield [texts.get(column, "") for column in range(max(texts) + 1)]
 
 
 def csv_rows(text: str, notes: list[str], expected: str) -> Iterator[Row]:
@@ -172,7 +216,9 @@ def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, hea
 
 
 def _as_line(row: Sequence[str]) -> str:
-    return re.sub(" +", " ", " | ".join(row)).strip()
+    """`a | b | c`, without empty cells at the end."""
+    last = max((number for number, cell in enumerate(row, start=1) if cell), default=0)
+    return re.sub(" +", " ", " | ".join(row[:last])).strip()
 
 
 def _first_row_has_names(rows: Sequence[Sequence[str]], has_header: bool) -> bool:
@@ -230,10 +276,8 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
                 markup = source.read()
             merged = [range_boundaries(cells.decode()) for cells in MERGED.findall(markup)]
             uncomputed += len(UNCOMPUTED.findall(markup))
-            yield from (
-                (named + text, location)
-                for text, location in table_rows(with_merged_cells(rows, merged), prefix)
-            )
+            spread = spread_cells(_sheet_cells(rows, merged)) if merged else rows
+            yield from ((named + text, location) for text, location in table_rows(spread, prefix))
     finally:
         workbook.close()
     if uncomputed:
@@ -242,31 +286,23 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
         )
 
 
-def with_merged_cells(
+def _sheet_cells(
     rows: Iterable[list[str]], merged: Iterable[tuple[int, int, int, int]]
-) -> Iterator[list[str]]:
-    """The rows with the text of a merged cell in all rows that it spans, and in all columns if it is in the header.
-
-    merged: (first column, first row, last column, last row) of each merged cell, from 1.
-    """
-    starting_at = defaultdict[int, list[tuple[int, int, int]]](list)
-    for left, top, right, bottom in merged:
-        starting_at[top].append((left - 1, right, bottom))
-    spanning, is_below_header = list[tuple[int, int, str]](), False
+) -> Iterator[list[Cell]]:
+    """merged: (first column, first row, last column, last row) of each merged cell, from 1."""
+    sizes = {(top, left): (1 + right - left, 1 + bottom - top) for left, top, right, bottom in merged}
+    covered_until = dict[int, int]()  # rows by columns
     for number, row in enumerate(rows, start=1):
-        spanning = [each for each in spanning if each[1] >= number]
-        if any(row):  # a title's cell may span empty rows
-            for column, _, text in spanning:
-                row += [""] * (column + 1 - len(row))
-                row[column] = text
-        is_header = not is_below_header and sum(map(bool, row)) > 1
-        for left, right, bottom in starting_at[number]:
-            text = "".join(row[left : left + 1])
-            spanning.append((left, bottom, text))
-            if is_header:
-                row[left:right] = [text] * (right - left)
-        is_below_header |= is_header
-        yield row
+        cells, column = list[Cell](), 1
+        while column <= len(row):
+            if covered_until.get(column, 0) >= number:
+                column += 1
+                continue
+            width, height = sizes.get((number, column), (1, 1))
+            cells.append(Cell(row[column - 1], width, height))
+            covered_until |= dict.fromkeys(range(column, column + width), number + height - 1)
+            column += width
+        yield cells
 
 
 def _cell_as_shown(value: Any, number_format: str) -> str:

@@ -19,7 +19,7 @@ from xml.etree.ElementTree import Element, ParseError
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACEMENT, decode
 from ragblend.app.library.file_checks import archive_xml, open_archive
-from ragblend.app.library.html_text import CONTINUES_ABOVE, html_sections, inline_markup
+from ragblend.app.library.html_text import CONTINUES_ABOVE, KEPT_SPACE, html_sections, inline_markup
 from ragblend.app.library.numerals import parse_number
 from ragblend.app.library.word_numbering import Numbering
 from ragblend.app.library.xml_elements import child_val, local_name, xml_attribute, xml_child
@@ -44,27 +44,25 @@ SYMBOLS = {
     "Wingdings 2": {0x4F: "✗", 0x50: "✓", 0x52: "☑", 0x54: "☒", 0xA3: "☐"},
 }
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
+# Parts without text, and those that are read where another part refers to them.
 WITHOUT_TEXT = re.compile(
-    r"^ppt/|theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
-)  # parts without text, and those that are read where another part refers to them
-# Outside of a slide's tables: indentation, runs of spaces, and bars. In HTML they would be lost, for example in code.
-KEPT = re.compile(r"<table>.*?</table>|(?P<kept>(?<=<dd>|<br>)[ \t]+|[ \t]{2,}|\|)", re.DOTALL)
-PROTECTED = {ord(" "): "\ue010", ord("\t"): "\ue010" * 4, ord("|"): "\ue011"}  # private-use characters
-UNPROTECTED = {0xE010: " ", 0xE011: "|"}
-# Elements of Office Math in MathML; below, the text between the parts of other elements.
-MATHML = {
-    "f": "mfrac",
-    "sSup": "msup",
-    "sSub": "msub",
-    "sSubSup": "msubsup",
-    "limLow": "munder",
-    "limUpp": "mover",
-}
-MATHML |= {"m": "mtable", "mr": "mtr"} | dict.fromkeys(
-    ("num", "den", "e", "sub", "sup", "deg", "lim", "fName"), "mrow"
+    "^ppt/|theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
 )
-EMPTY = "<mrow></mrow>"
-MATH_SEPARATORS = {"func": " ", "eqArr": "; ", "d": ", "}
+INDENTATION = re.compile(r"(?<=<dd>|<br>)[ \t]+|[ \t]{2,}")  # of code on a slide; HTML would lose it
+# Office Math in MathML, by the names of its elements; `all` are the parts of an element.
+MATH_NAMES = {"f": "mfrac", "sSup": "msup", "sSub": "msub", "sSubSup": "msubsup", "limLow": "munder"}
+MATH_NAMES |= {"limUpp": "mover", "m": "mtable", "mr": "mtr"}
+MATH_NAMES |= dict.fromkeys(("num", "den", "e", "sub", "sup", "deg", "lim", "fName"), "mrow")
+MATH = {name: f"<{tag}>{{all}}</{tag}>" for name, tag in MATH_NAMES.items()} | {
+    "nary": "<munderover><mo>{chr}</mo>{sub}{sup}</munderover>{e}",
+    "sPre": "<msubsup>{none}{sub}{sup}</msubsup>{e}",
+    "rad": "<mroot>{e}{deg}</mroot>",
+    "func": "{fName} {e}",
+    "d": "{begChr}{all}{endChr}",
+}
+MATH_DEFAULTS = {"chr": "∫", "begChr": "(", "endChr": ")"}
+MATH_DEFAULTS |= dict.fromkeys(("none", "sub", "sup", "deg", "e", "fName"), "<mrow></mrow>")
+MATH_SEPARATORS = {"eqArr": "; ", "d": ", "}
 
 
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
@@ -89,18 +87,17 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
         document = _OfficeDocument(archive)
         (main,) = _relations(archive, "", "officeDocument").values()
         slides = _relations(archive, main, "/slide")
-        ids = (
+        ids = [
             id_ for each in archive_xml(archive, main).iterfind(".//{*}sldId") for id_ in each.attrib.values()
-        )
+        ]
         for at, name in enumerate((slides[each] for each in ids if each in slides), start=1):
-            notes_of_slide = map(document.part_text, _relations(archive, name, "notesSlide").values())
-            text = "\n".join(
-                [document.part_text(name), *(f"Notes: {text}" for text in notes_of_slide if text)]
-            ).strip()
+            texts = [document.part_text(name)]
+            for notes_page in _relations(archive, name, "notesSlide").values():
+                texts += [f"Notes: {text}"] if (text := document.part_text(notes_page)) else []
             unread += [str(at)] if document.left_out else []
-            empty += [] if text else [str(at)]
+            empty += [] if any(texts) else [str(at)]
             document.left_out.clear()
-            yield text, f"slide {at}"
+            yield "\n".join(texts).strip(), f"slide {at}"
     if unread:
         notes.append(f"charts or objects on these slides were not read: {shortened(unread)}")
     if empty:
@@ -125,180 +122,142 @@ class _OfficeDocument:
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive, self._relations = archive, dict[str, str]()
-        self._parts = defaultdict[str, list[tuple[str, Element]]](list)
+        self._parts = defaultdict[str, list[tuple[Element, dict[str, str]]]](list)
         for name in archive.namelist():
             if name.lower().endswith(".xml") and not WITHOUT_TEXT.search(name):
                 root = archive_xml(archive, name)
-                self._parts[local_name(root)].append((name, root))
-        self.left_out = set[str]()
-        self.unknown_fonts = set[str]()
-        self._styles = {
-            xml_attribute(style, "styleId"): style
-            for style in self._children("styles")
-            if local_name(style) == "style"
-        }
-        self._numbering = Numbering(self._children("numbering"))
+                self._parts[local_name(root)].append((root, _relations(archive, name)))
+        self.left_out, self.unknown_fonts = set[str](), set[str]()
+        styles = [each for each, _ in self._children("styles") if local_name(each) == "style"]
+        self._styles = {xml_attribute(style, "styleId"): style for style in styles}
+        self._numbering = Numbering(element for element, _ in self._children("numbering"))
         self._notes = {
             (kind, xml_attribute(note, "id")): (note, relations)
             for kind in NOTES.values()
-            for name, root in self._parts[kind]
-            for relations in [_relations(archive, name)]
-            for note in root
+            for note, relations in self._children(kind)
         }
+
+    def _children(self, kind: str) -> list[tuple[Element, dict[str, str]]]:
+        return [(each, relations) for root, relations in self._parts[kind] for each in root]
 
     def word_html(self, path: Path) -> str:
         """Headers, the body and footers, each part once. Raises DocumentError."""
         if not self._parts["document"]:
             raise UnreadableDocumentError(f"Reading {path}: it has no text part. Save it again in Word.")
-        out: list[str] = []
-        for kind in ("hdr", "document", "ftr"):
-            for name, root in self._parts[kind]:
-                self._write_part(root, _relations(self._archive, name), out)
+        out = [self._part_html(*part) for kind in ("hdr", "document", "ftr") for part in self._parts[kind]]
         while self._notes:  # the remaining ones, to which nothing refers, unless another of them does
-            self._write_part(*self._notes.pop(next(iter(self._notes))), out)
+            out.append(self._part_html(*self._notes.pop(next(iter(self._notes)))))
         return "".join(out)
 
     def part_text(self, name: str) -> str:
         """The text of a slide, or of its notes; without the picture and number on a page of notes."""
-        root = archive_xml(self._archive, name)
+        root, relations = archive_xml(self._archive, name), _relations(self._archive, name)
         shapes = [each for each in root.iter() if local_name(each) == "sp"]
         notes = [sp for sp in shapes if any(xml_attribute(each, "type") == "body" for each in sp.iter())]
-        relations, out = _relations(self._archive, name), list[str]()
-        for node in notes if local_name(root) == "notes" else [root]:
-            self._write_part(node, relations, out)
-        html = KEPT.sub(
-            lambda found: found[0].translate(PROTECTED) if found["kept"] else found[0], "".join(out)
+        html = "".join(
+            self._part_html(node, relations) for node in (notes if local_name(root) == "notes" else [root])
         )
-        return "\n\n".join(text for text, _ in html_sections(html)).translate(UNPROTECTED).strip()
+        html = INDENTATION.sub(lambda found: found[0].replace("\t", " " * 4).replace(" ", KEPT_SPACE), html)
+        return "\n\n".join(text for text, _ in html_sections(html)).strip()
 
-    def _children(self, kind: str) -> list[Element]:
-        return [each for _, root in self._parts[kind] for each in root]
-
-    def _write_part(self, node: Element, relations: dict[str, str], out: list[str]) -> None:
-        """Write a part, or an element of it, with the relations of that part."""
+    def _part_html(self, node: Element, relations: dict[str, str]) -> str:
+        """A part, or an element of it, with the relations of that part."""
         outer, self._relations = self._relations, relations
-        self._write(node, out)
+        html = self._html(node)
         self._relations = outer
+        return html
 
-    def _write(self, node: Element, out: list[str]) -> None:
+    def _html(self, node: Element) -> str:
         name = local_name(node)
-        if name in LEFT_OUT:
-            if name == "del":  # its notes are deleted, too
-                for each in node.iter():
-                    self._notes.pop((NOTES.get(local_name(each), ""), xml_attribute(each, "id")), None)
-            return
+        if name in LEFT_OUT or (name == "tc" and xml_attribute(node, "hMerge") in TRUE_VALUES):
+            for each in node.iter() if name == "del" else ():  # its notes are deleted, too
+                self._notes.pop((NOTES.get(local_name(each), ""), xml_attribute(each, "id")), None)
+            return ""
         if name == "t" and not len(node):  # of a diagram, `t` has paragraphs
-            out.append(escape(node.text or ""))
-        elif name in AS_TEXT:
-            out.append(AS_TEXT[name])
-        elif name == "oMath":
-            out.append(_formula(node))
-        elif (
-            name in NOTES
-            and (note := self._notes.pop((NOTES[name], xml_attribute(node, "id")), None)) is not None
-        ):
-            inside: list[str] = []
-            self._write_part(*note, inside)
-            out.append(f" ({inline_markup(''.join(inside))}) ")
-        elif name == "sym" and (
-            code := xml_attribute(node, "char")
-        ):  # on a slide, `sym` is the name of a font
-            font = xml_attribute(node, "font")
-            sign = font_character(font, int(code, 16))
+            return escape(node.text or "")
+        if name in AS_TEXT:
+            return AS_TEXT[name]
+        if name == "oMath":
+            return _formula(node)
+        if note := self._notes.pop((NOTES.get(name, ""), xml_attribute(node, "id")), None):
+            return f" ({inline_markup(self._part_html(*note))}) "
+        if name == "sym" and (code := xml_attribute(node, "char")):  # on a slide, `sym` is the name of a font
+            sign = font_character(font := xml_attribute(node, "font"), int(code, 16))
             self.unknown_fonts |= set() if sign else {font}
-            out.append(escape(sign or REPLACEMENT))
-        elif name == "ddList":  # of a form: what is chosen in a list
+            return escape(sign or REPLACEMENT)
+        if name == "ddList":  # of a form: what is chosen in a list
             entries = [xml_attribute(each, "val") for each in node if local_name(each) == "listEntry"]
-            chosen = parse_number(
-                child_val(node, "result") or child_val(node, "default"),
-                0,
-            )
-            out.append(escape("".join(entries[chosen : chosen + 1])))
-        elif name == "docPr":  # of a picture
-            out.append(f" {escape(node.get('descr', ''))} ")
-        elif _is_related(node):
-            self._write_related(node, out)
-        elif name.endswith("Chart") and xml_child(node, "ser") is not None:
-            out.append(_chart_tables(node))
-        elif name == "AlternateContent" and len(node):
-            inside = list[str]()
-            self._write(next(filter(_has_content, node), node[0]), inside)
-            if inline_markup("".join(inside)):  # else an empty box would divide a paragraph
-                out += inside
-        elif name == "tc" and xml_attribute(node, "hMerge") in TRUE_VALUES:
-            return
-        else:
-            tag, label = self._tag(node, name)
-            out.append(f"<{tag}{_spans(node) if name == 'tc' else ''}>" if tag else "")
-            out.append(f"{escape(label)} " if label else "")
-            for part in node:
-                self._write(part, out)
-            out.append(f"</{tag}>" if tag else "")
+            chosen = parse_number(child_val(node, "result") or child_val(node, "default"), 0)
+            return escape("".join(entries[chosen : chosen + 1]))
+        if name == "docPr":  # of a picture
+            return f" {escape(node.get('descr', ''))} "
+        if _is_related(node):
+            return self._related_html(node)
+        if name.endswith("Chart") and xml_child(node, "ser") is not None:
+            return _chart_tables(node)
+        if name == "AlternateContent" and len(node):
+            html = self._html(next(filter(_has_content, node), node[0]))
+            return html if inline_markup(html) else ""  # an empty box would divide a paragraph
+        tag, label = self._tag(node, name)
+        content = f"{escape(label)} " * bool(label) + "".join(map(self._html, node))
+        return f"<{tag}{_spans(node) if name == 'tc' else ''}>{content}</{tag}>" if tag else content
 
-    def _tag(self, node: Element, name: str) -> tuple[str | None, str]:
-        """The HTML tag for an element, or None, and the label of a numbered paragraph, or ""."""
+    def _tag(self, node: Element, name: str) -> tuple[str, str]:
+        """The HTML tag for an element, and the label of a numbered paragraph; "" for none."""
         properties = xml_child(node, f"{name}Pr")
         if name == "r":
-            return self._script_tag(properties) if xml_child(node, "t") is not None else None, ""
+            return self._script_tag(properties) if xml_child(node, "t") is not None else "", ""
         if name != "p":
-            return TAGS.get(name), ""
+            return TAGS.get(name, ""), ""
         if DRAWING.match(node.tag):
             return "dd", ""  # a line
         mark = xml_child(properties, "rPr")  # of the paragraph's end
-        # A paragraph that was deleted or moved away is not counted.
-        if xml_child(mark, "del") is not None or xml_child(mark, "moveFrom") is not None:
+        if xml_child(mark, "del", "moveFrom") is not None:  # the paragraph is not counted
             return "p", ""
         styles, ids = [properties], [child_val(properties, "pStyle")]
         while (style := self._styles.get(ids[-1])) is not None and len(ids) < 10:  # based on each other
             styles += [style, xml_child(style, "pPr")]
             ids.append(child_val(style, "basedOn"))
-        is_heading = any(
+        lists = [xml_child(each, "numPr") for each in styles]
+        list_id, level = (
+            next(filter(None, (child_val(each, key) for each in lists)), "") for key in ("numId", "ilvl")
+        )
+        label = self._numbering.next_label(list_id, level, ids)
+        has_text = any(local_name(each) == "t" and (each.text or "").strip() for each in node.iter())
+        if has_text and any(
             child_val(each, "outlineLvl") in set("012345678") or HEADING.match(child_val(each, "name"))
             for each in styles
-        )
-        lists = [found for each in styles if (found := xml_child(each, "numPr")) is not None]
-        numbered = {
-            key: next((name for each in lists if (name := child_val(each, key))), "")
-            for key in ("numId", "ilvl")
-        }
-        label = self._numbering.next_label(numbered["numId"], numbered["ilvl"], ids)
-        has_text = any(local_name(each) == "t" and (each.text or "").strip() for each in node.iter())
-        if is_heading and has_text:
+        ):
             return "h1", label
-        if not lists or numbered["numId"] == "0":
-            return "p", ""
-        return ("div", label if has_text else "") if label else ("li", "")
+        if label:
+            return "div", label if has_text else ""
+        return "li" if any(each is not None for each in lists) and list_id != "0" else "p", ""
 
-    def _script_tag(self, properties: Element | None) -> str | None:
-        """`sub` or `sup` for a run of text with these properties, or None."""
-        shift = xml_attribute(properties, "baseline").strip(
-            "0%"
-        )  # of a slide's text, such as `30%` or `-25000`
-        if shift:
+    def _script_tag(self, properties: Element | None) -> str:
+        """`sub` or `sup` for a run of text with these properties, or ""."""
+        # Of a slide's text, such as `30%` or `-25000`.
+        if shift := xml_attribute(properties, "baseline").strip("0%"):
             return "sub" if shift[0] == "-" else "sup"
         style = xml_child(self._styles.get(child_val(properties, "rStyle")), "rPr")
         aligned = (xml_child(each, "vertAlign") for each in (properties, style))
         found = next((each for each in aligned if each is not None), None)
-        return SCRIPT_TAGS.get(xml_attribute(found, "val"))
+        return SCRIPT_TAGS.get(xml_attribute(found, "val"), "")
 
-    def _write_related(self, node: Element, out: list[str]) -> None:
-        """Write another part: a chart, a diagram, an embedded document of HTML or plain text."""
+    def _related_html(self, node: Element) -> str:
+        """Another part: a chart, a diagram, an embedded document of HTML or plain text."""
         name = next((target for id_ in node.attrib.values() if (target := self._relations.get(id_))), "")
         kind = posixpath.splitext(name.lower())[1]
         if name in self._archive.namelist() and local_name(node) not in EMBEDDED:
-            root = None
-            if kind == ".xml":
-                with suppress(ParseError, ValueError):  # broken, or with entities
-                    root = archive_xml(self._archive, name)
-            if root is not None and not NEWER_CHART.match(root.tag):
-                # Without its relations: parts that refer to each other would be read forever.
-                self._write_part(root, {}, out)
-                return
+            with suppress(ParseError, ValueError):  # broken, or with entities
+                root = archive_xml(self._archive, name) if kind == ".xml" else None
+                if root is not None and not NEWER_CHART.match(root.tag):
+                    # Without its relations: parts that refer to each other would be read forever.
+                    return self._part_html(root, {})
             if kind in {".htm", ".html", ".xhtml", ".txt"}:
                 text = decode(self._archive.read(name), Path(name))
-                out.append(f"<pre>{escape(text)}</pre>" if kind == ".txt" else f"<div>{text}</div>")
-                return
+                return f"<pre>{escape(text)}</pre>" if kind == ".txt" else f"<div>{text}</div>"
         self.left_out.add(name or "a part that is missing")
+        return ""
 
 
 def _is_related(node: Element) -> bool:
@@ -312,7 +271,7 @@ def _has_content(choice: Element) -> bool:
     """
     return any(
         _is_related(each)
-        or (local_name(each) in {"ddList", *NOTES})
+        or local_name(each) in {"ddList", *NOTES}
         or (local_name(each) == "t" and (each.text or "").strip())
         or (local_name(each) == "docPr" and each.get("descr", "").strip())
         or (local_name(each) == "sym" and xml_attribute(each, "char"))
@@ -325,44 +284,40 @@ def _spans(cell: Element) -> str:
     properties = xml_child(cell, "tcPr")
     width = xml_attribute(cell, "gridSpan") or child_val(properties, "gridSpan")
     merged = xml_child(properties, "vMerge")
-    continues_above = xml_attribute(cell, "vMerge") in TRUE_VALUES or (
-        merged is not None and xml_attribute(merged, "val") != "restart"
-    )
-    return f' colspan="{width}"{f" rowspan={CONTINUES_ABOVE}" if continues_above else ""}'
+    continues_above = merged is not None and xml_attribute(merged, "val") != "restart"
+    continues_above |= xml_attribute(cell, "vMerge") in TRUE_VALUES  # on a slide
+    return f' colspan="{width}" rowspan="{CONTINUES_ABOVE if continues_above else 1}"'
 
 
 def _chart_tables(plot: Element) -> str:
     """The categories or x values of a chart, with the values of each series. Series with other x values get a table of
     their own.
     """
-    every = [each for each in plot if local_name(each) == "ser"]
     html = ""
-    for x_values, group in groupby(every, key=lambda each: _points(xml_child(each, "xVal"))):
+    for x_values, group in groupby(
+        (each for each in plot if local_name(each) == "ser"),
+        key=lambda each: _points(xml_child(each, "xVal")),
+    ):
         series = list(group)
-        names = [_points(xml_child(each, "tx")).get(0, "") for each in series]
-        categories = x_values or _points(xml_child(series[0], "cat"))
-        values = [_points(xml_child(each, "val", "yVal")) for each in series]
-        rows = [["", *names]]
-        for at in sorted(set(categories).union(*values)):
-            rows.append([categories.get(at, ""), *(_rounded(each.get(at, "")) for each in values)])
+        columns = [x_values or _points(xml_child(series[0], "cat"))]
+        columns += [_points(xml_child(each, "val", "yVal"), is_number=True) for each in series]
+        rows = [["", *(_points(xml_child(each, "tx")).get(0, "") for each in series)]]
+        rows += [[each.get(at, "") for each in columns] for at in sorted(set[int]().union(*columns))]
         cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
         html += f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
     return html
 
 
-def _points(node: Element | None) -> dict[int, str]:
+def _points(node: Element | None, is_number: bool = False) -> dict[int, str]:
     """The texts of a chart's points by their numbers; of several levels of categories only the first, the lowest."""
     found = dict[int, str]()
     for point in node.iter() if node is not None else ():
-        if (text := xml_child(point, "v")) is not None:
-            found.setdefault(parse_number(xml_attribute(point, "idx"), 0), text.text or "")
+        if (value := xml_child(point, "v")) is not None:
+            text = value.text or ""
+            with suppress(ValueError):
+                text = f"{float(text):.15g}" if is_number else text
+            found.setdefault(parse_number(xml_attribute(point, "idx"), 0), text)
     return found
-
-
-def _rounded(text: str) -> str:
-    with suppress(ValueError):
-        return f"{float(text):.15g}"
-    return text
 
 
 def font_character(font: str, code: int) -> str:
@@ -381,26 +336,9 @@ def _formula(element: Element) -> str:
     name = local_name(element)
     if name == "t":
         return escape(element.text or "")
-    settings = xml_child(element, f"{name}Pr")
-    parts: dict[Element | None, str] = {
-        part: _formula(part) for part in element if not local_name(part).endswith("Pr")
+    parts = [(local_name(part), _formula(part)) for part in element]
+    signs = {
+        local_name(each): escape(xml_attribute(each, "val")) for each in xml_child(element, f"{name}Pr") or ()
     }
-    text = MATH_SEPARATORS.get(name, "").join(parts.values())
-    sub, sup, base, degree = (
-        parts.get(xml_child(element, kind), EMPTY) for kind in ("sub", "sup", "e", "deg")
-    )
-    if name == "nary":
-        return f"<munderover><mo>{_setting(settings, 'chr', '∫')}</mo>{sub}{sup}</munderover>{base}"
-    if name == "sPre":
-        return f"<msubsup>{EMPTY}{sub}{sup}</msubsup>{base}"
-    if name == "rad":
-        return f"<mroot>{base}{degree}</mroot>" if degree != EMPTY else f"<msqrt>{base}</msqrt>"
-    if name == "d":
-        return f"{_setting(settings, 'begChr', '(')}{text}{_setting(settings, 'endChr', ')')}"
-    tag = MATHML.get(name)
-    return f"<{tag}>{text}</{tag}>" if tag else text
-
-
-def _setting(settings: Element | None, name: str, default: str) -> str:
-    found = xml_child(settings, name)
-    return default if found is None else escape(xml_attribute(found, "val"))
+    everything = MATH_SEPARATORS.get(name, "").join(html for part, html in parts if not part.endswith("Pr"))
+    return MATH.get(name, "{all}").format_map(MATH_DEFAULTS | signs | dict(parts) | {"all": everything})

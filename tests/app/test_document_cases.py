@@ -14,7 +14,7 @@ from ragblend.app.library import readers
 from ragblend.app.library.discovery import discover
 from ragblend.app.library.pdf_tables import PageTable, with_table_rows
 from ragblend.app.library.readers import clean, parse
-from ragblend.app.library.tables import rows_as_text
+from ragblend.app.library.tables import Cell, rows_as_text
 
 CASES = Path(__file__).parent / "cases"
 SPHINX = """<div class=related role=navigation><h3>Navigation</h3><ul><li>next</ul></div>
@@ -130,6 +130,7 @@ A_PLUS_B = "<mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow>"
             ["(("],
         ),
         ("<math><msqrt><mn>2</mn></msqrt><mroot><mn>8</mn><mn>3</mn></mroot></math>", ["√(2)(8)^(1/3)"], []),
+        ("<table><tr><td><math><msqrt><mn>2</mn></msqrt></math><td>a | b</table>", ["√(2) | a | b"], []),
         ("<math><msup><mfrac><mi>a</mi><mi>b</mi></mfrac><mn>2</mn></msup></math>", ["(a/b)^2"], []),
         ("<math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>", ["x_1^2"], []),
         (
@@ -1165,7 +1166,7 @@ def test_a_ruled_table_of_a_pdf_is_read_row_by_row(tmp_path):
                 ["Phone", "12345", "Phone", "67890"],
             ],
             [((0, 0), (1, 0)), ((2, 0), (3, 0))],
-            "Tenant | | Guarantor |\nName | Ann | Name | Ben\nPhone | 12345 | Phone | 67890",
+            "Tenant | | Guarantor\nName | Ann | Name | Ben\nPhone | 12345 | Phone | 67890",
         ),
     ],
     ids=["rows", "names", "form", "pairs"],
@@ -1243,9 +1244,13 @@ def test_rows_below_a_row_of_names_are_read_with_them(tmp_path, rows, text):
             "Name | Ada | Born in | Oslo\nHeight | 170 | Weight | 60\nEyes | blue | Hair | red",
         ),
         ("<table><tr><td><pre>ls -l\n</pre></td><td>lists</td></tr></table>", "ls -l | lists"),
+        (
+            "<table><tr><th>Task<th>Code<th>Fee" + "<tr><td>Sort<td>a | sort<td>5" * 2 + "</table>",
+            "\n\n".join(["Task: Sort\nCode: a | sort\nFee: 5"] * 2),
+        ),
         ("<ul>" + "<li>Cook | Inn 1 | York</li>" * 3 + "</ul>", "\n".join(["- Cook | Inn 1 | York"] * 3)),
     ],
-    ids=["names", "section rows", "pairs", "pre", "list"],
+    ids=["names", "section rows", "pairs", "pre", "bar", "list"],
 )
 def test_html_tables(tmp_path, markup, text):
     (tmp_path / "a.html").write_text(markup)
@@ -1380,27 +1385,31 @@ def test_a_page_that_pdfplumber_cannot_read_keeps_its_text(tmp_path, monkeypatch
     assert "Event Excess Remarks\nFire £100\nScorching without flames\nis excluded" in text_of(path)
 
 
+def page_table(rows):
+    return PageTable([list(map(Cell, row)) for row in rows])
+
+
 def test_table_rows_replace_only_the_letters_that_they_have():
     table = [["Moles", "12"], ["Quays", "-"]]
     assert (
-        with_table_rows("See: Moles 12\nQuays - \nEnd.", [PageTable(table)])
+        with_table_rows("See: Moles 12\nQuays - \nEnd.", [page_table(table)])
         == "See:\n\nMoles | 12\nQuays | -\n\nEnd."
     )
     assert (
-        with_table_rows("See: Moles 12\nQuays - \n", [PageTable(table)] * 2)
+        with_table_rows("See: Moles 12\nQuays - \n", [page_table(table)] * 2)
         == "See:\n\nMoles | 12\nQuays | -"
     )
-    assert with_table_rows("See: 12 Moles\nQuays", [PageTable(table)]) == "See: 12 Moles\nQuays", (
+    assert with_table_rows("See: 12 Moles\nQuays", [page_table(table)]) == "See: 12 Moles\nQuays", (
         "in another order"
     )
     bars = [["|x|", "5"], ["Quays", "|y|"]]
     assert (
-        with_table_rows("See: |x| 5\nQuays |y|\nEnd.", [PageTable(bars)])
+        with_table_rows("See: |x| 5\nQuays |y|\nEnd.", [page_table(bars)])
         == "See:\n\n|x| | 5\nQuays | |y|\n\nEnd."
     )
     text = "Call 1234 now.\n1 2\n3 4"
-    assert with_table_rows(text, [PageTable([["1", "2"], ["3", "4"]])]) == text, "at two places"
-    assert with_table_rows("p. 12534", [PageTable([["12", "5"], ["3", "4"]])]) == "p. 12534", "within a word"
+    assert with_table_rows(text, [page_table([["1", "2"], ["3", "4"]])]) == text, "at two places"
+    assert with_table_rows("p. 12534", [page_table([["12", "5"], ["3", "4"]])]) == "p. 12534", "within a word"
 
 
 def test_a_hyphen_at_a_pdfs_line_end_stays_before_a_digit_or_capital(tmp_path):
