@@ -6,9 +6,9 @@ rejected: they load a PDF three times and hide why it failed, and join table cel
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, starmap
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ from ragblend.app.library.epub import epub_chapters
 from ragblend.app.library.file_checks import check_content, check_file
 from ragblend.app.library.html_text import html_sections
 from ragblend.app.library.legibility import is_garbled
-from ragblend.app.library.more_formats import (
-    latex_text,
-    mail_parts,
-    notebook_text,
-    org_sections,
-    rst_sections,
-)
 from ragblend.app.library.opendocument import opendocument_sections
 from ragblend.app.library.pdf_reader import pdf_pages
 from ragblend.app.library.rich_text import rtf_text
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
+from ragblend.app.library.text_formats import (
+    latex_text,
+    mail_parts,
+    markdown_sections,
+    notebook_sections,
+    org_sections,
+    rst_sections,
+)
 from ragblend.app.library.text_recognition import TextRecognition, can_recognise
 from ragblend.app.library.word_documents import docx_sections, pptx_slides
 from ragblend.app.progress import silent
@@ -41,7 +42,6 @@ MAX_PARTS = 300_000  # pages, sections, rows
 INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and private-use characters, whose meaning depends on a font.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*\n(?:.+\n)*?---$", re.MULTILINE)
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to judge whether it is in a language
 VERSION = 12  # part of a document's recipe: raise it when the text that comes out changes
 
@@ -49,9 +49,8 @@ VERSION = 12  # part of a document's recipe: raise it when the text that comes o
 DEFAULT_RECOGNITION = TextRecognition()
 Notes = list[str]  # sentences on what was guessed, replaced or left out
 Part = tuple[str, str]  # a text and its location
-Reader = Callable[
-    [Path, Notes, OnPage], Iterable[tuple[str, ...]]
-]  # `Part`s; for a PDF with a third text: form values and remarks
+# Gives `Part`s; that of PDFs also takes `on_page`, and gives a third text: form values and remarks.
+Reader = Callable[..., Iterable[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +111,18 @@ def read_document(
 
 def _notes_on_pages(
     parts: Sequence[DocumentPart], recognised: Sequence[int], unread: Sequence[int], garbled: Sequence[int]
-) -> Iterator[str]:
+) -> list[str]:
     """Notes on a PDF's pages (from 0) without legible text: those recognised from pictures, and the unread ones."""
-
-    def named(numbers: Iterable[int]) -> str:
-        return shortened([parts[number].location for number in numbers])
-
-    if recognised:
-        yield f"the text of these pages was recognised from pictures: {named(recognised)}"
-    if doubtful := [number for number in unread if number in garbled]:
-        yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
-    if can_recognise():
-        return
-    left = [number for number in unread if number not in garbled]
-    for what, pages in (
-        ("these pages have no text, and were left out", [each for each in left if not parts[each].text]),
-        (
-            "of these pages only remarks and form values were read",
-            [each for each in left if parts[each].text],
-        ),
-    ):
-        if pages:
-            yield f"{what}; if they are scans, `{install_hint('ocr')}`: {named(pages)}"
+    doubtful = [number for number in unread if number in garbled]
+    pages = [("the text of these pages was recognised from pictures", recognised)]
+    pages += [("the text of these pages may be unreadable, as their fonts are broken", doubtful)]
+    if not can_recognise():
+        hint, left = f"; if they are scans, `{install_hint('ocr')}`", [n for n in unread if n not in doubtful]
+        empty, partly = ([n for n in left if bool(parts[n].text) == has_text] for has_text in (False, True))
+        pages += [(f"these pages have no text, and were left out{hint}", empty)]
+        pages += [(f"of these pages only remarks and form values were read{hint}", partly)]
+    named = ((what, [parts[number].location for number in numbers]) for what, numbers in pages if numbers)
+    return [f"{what}: {shortened(locations)}" for what, locations in named]
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
@@ -143,26 +132,25 @@ def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
     in no language (`legibility`); for other formats a note says that. Raises whatever parsers raise.
     """
     check_content(path)
-    notes, parts, characters, beginning = list[str](), list[Part](), 0, ""
+    notes, parts, characters, beginning = Notes(), list[Part](), 0, ""
     empty, garbled = list[int](), list[int]()
-    is_pdf = path.suffix.lower() == ".pdf"
-    for number, (text, location, *filled_in) in enumerate(
-        FORMATS[path.suffix.lower()].read(path, notes, on_page)
-    ):
+    suffix = path.suffix.lower()
+    is_pdf = suffix == ".pdf"
+    found = FORMATS[suffix].read(path, notes, *[on_page] * is_pdf)
+    for number, (text, location, *filled_in) in enumerate(found):
         characters += len(text)
         if characters > MAX_CHARACTERS or number >= MAX_PARTS:
             raise OversizedDocumentError(
                 f"Reading {path}: it has more than {MAX_CHARACTERS:,} characters of text or {MAX_PARTS:,} pages, "
                 "sections or rows, the limits for one document. Split it into parts."
             )
-        if is_pdf and is_garbled(text[:JUDGED_CHARACTERS]):
-            garbled.append(number)
-        elif not is_pdf and len(beginning) < JUDGED_CHARACTERS:
+        cleaned = clean("\n".join([text, *filled_in]))
+        if is_pdf:
+            empty += [] if clean(text) else [number]
+            garbled += [number] if is_garbled(text[:JUDGED_CHARACTERS]) else []
+        elif len(beginning) < JUDGED_CHARACTERS:
             beginning += f"{text[:JUDGED_CHARACTERS]}\n"
-        if is_pdf and not clean(text):
-            empty.append(number)
-        if (cleaned := clean("\n".join([text, *filled_in]))) or is_pdf:
-            parts.append((cleaned, location))
+        parts += [(cleaned, clean(location))] if cleaned or is_pdf else []
     if is_garbled(beginning):
         notes.append("its text may be unreadable: it is not like that of any language")
     return {"parts": parts, "notes": notes, "empty": empty, "garbled": garbled}
@@ -179,64 +167,34 @@ def clean(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _markdown_sections(text: str) -> Iterator[Part]:
-    """One part for each heading, in Markdown as it is written: models read that well."""
-    from markdown_it import MarkdownIt
-
-    text = clean(text)
-    lines = text.split("\n")
-    # The line of dashes below a file's front matter would make it a heading.
-    tokens = MarkdownIt("commonmark").parse(FRONT_MATTER.sub(lambda found: "\n" * found[0].count("\n"), text))
-    begin, heading = 0, ""
-    for token, content in pairwise(tokens):
-        if token.type == "heading_open" and token.level == 0 and token.map is not None:
-            yield "\n".join(lines[begin : token.map[0]]), heading
-            begin, heading = token.map[0], " ".join(content.content.split()).strip(" *_`")
-    yield "\n".join(lines[begin:]), heading
-
-
 def _text_reader(read: Callable[[str], Iterable[Part]]) -> Reader:
     """Make a reader of files from a reader of decoded text."""
-    return lambda path, notes, _: read(decode(path.read_bytes(), path, notes))
+    return lambda path, notes: read(decode(path.read_bytes(), path, notes))
+
+
+def _table_reader(delimiter: str) -> Reader:
+    return lambda path, notes: csv_rows(decode(path.read_bytes(), path, notes), notes, delimiter)
 
 
 _CHARDET, _MARKUP = ("chardet",), ("selectolax.lexbor", "defusedxml.ElementTree", "chardet")
-_MARKDOWN = Format(_text_reader(_markdown_sections), ("markdown_it",))
-_HTML = Format(_text_reader(html_sections), _MARKUP)
-_OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path), _MARKUP)
-
-
-def _table_format(delimiter: str) -> Format:
-    return Format(
-        lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes, delimiter),
-        ("clevercsv", "chardet"),
-    )
-
-
-_MAIL = Format(lambda path, notes, _: mail_parts(path, notes), _MARKUP)
-FORMATS: dict[str, Format] = {
+FORMATS = {
     ".txt": Format(_text_reader(lambda text: [(text, "")]), _CHARDET),
-    ".md": _MARKDOWN,
-    ".markdown": _MARKDOWN,
-    ".html": _HTML,
-    ".htm": _HTML,
-    ".xhtml": _HTML,
     ".pdf": Format(pdf_pages, ("pypdfium2", "pypdf", "pdfplumber")),
-    ".docx": Format(lambda path, notes, _: docx_sections(path, notes), _MARKUP),
-    ".odt": _OPENDOCUMENT,
-    ".odp": _OPENDOCUMENT,
-    ".pptx": Format(lambda path, notes, _: pptx_slides(path, notes), _MARKUP),
-    ".rtf": Format(lambda path, notes, _: rtf_text(path, notes)),
-    ".epub": Format(lambda path, notes, _: epub_chapters(path, notes), _MARKUP),
-    ".csv": _table_format(","),
-    ".tsv": _table_format("\t"),
-    ".xlsx": Format(lambda path, notes, _: xlsx_rows(path, notes), ("openpyxl",)),
-    ".ipynb": Format(_text_reader(lambda text: _markdown_sections(notebook_text(text)))),
+    ".docx": Format(docx_sections, _MARKUP),
+    ".pptx": Format(pptx_slides, _MARKUP),
+    ".rtf": Format(rtf_text),
+    ".epub": Format(epub_chapters, _MARKUP),
+    ".csv": Format(_table_reader(","), ("clevercsv", "chardet")),
+    ".tsv": Format(_table_reader("\t"), ("clevercsv", "chardet")),
+    ".xlsx": Format(xlsx_rows, ("openpyxl",)),
+    ".ipynb": Format(_text_reader(notebook_sections), ("markdown_it",)),
     ".rst": Format(_text_reader(rst_sections), ("docutils.core",)),
     ".org": Format(_text_reader(org_sections)),
     ".tex": Format(_text_reader(latex_text)),
-    ".eml": _MAIL,
-    ".mbox": _MAIL,
+    **dict.fromkeys((".md", ".markdown"), Format(_text_reader(markdown_sections), ("markdown_it",))),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), Format(_text_reader(html_sections), _MARKUP)),
+    **dict.fromkeys((".odt", ".odp"), Format(lambda path, _: opendocument_sections(path), _MARKUP)),
+    **dict.fromkeys((".eml", ".mbox"), Format(mail_parts, _MARKUP)),
 }
 
 

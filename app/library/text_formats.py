@@ -1,15 +1,16 @@
-"""Reads further formats, each by a library: notebooks, reST, Org, LaTeX, mail."""
+"""Reads formats that are text with markup, each by a library: Markdown, notebooks, reST, Org, LaTeX, mail."""
 
 import json
 import re
 from collections.abc import Iterator
-from contextlib import closing, suppress
-from email.message import EmailMessage, MIMEPart
+from contextlib import closing
+from email.message import EmailMessage
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import decode, decode_as
+from ragblend.app.library.encodings import decode
 from ragblend.app.library.html_text import html_sections, super_or_subscript
 from ragblend.kvstore.errors import UnreadableDocumentError
 
@@ -29,6 +30,25 @@ LATEX_SETTING = re.compile(
 )
 LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
 LATEX_SUPER_OR_SUB = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
+
+# Of Markdown.
+FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*\n(?:.+\n)*?---$", re.MULTILINE)
+
+
+def markdown_sections(text: str) -> Iterator[Part]:
+    """One part for each heading, in Markdown as it is written: models read that well."""
+    from markdown_it import MarkdownIt
+
+    lines = text.strip().splitlines()
+    text = "\n".join(lines)
+    # The line of dashes below a file's front matter would make it a heading.
+    tokens = MarkdownIt("commonmark").parse(FRONT_MATTER.sub(lambda found: "\n" * found[0].count("\n"), text))
+    begin, heading = 0, ""
+    for token, content in pairwise(tokens):
+        if token.type == "heading_open" and token.level == 0 and token.map is not None:
+            yield "\n".join(lines[begin : token.map[0]]), heading
+            begin, heading = token.map[0], " ".join(content.content.split()).strip(" *_`")
+    yield "\n".join(lines[begin:]), heading
 
 
 def rst_sections(text: str) -> list[Part]:
@@ -84,22 +104,20 @@ def latex_text(text: str) -> list[Part]:
     return [(reader.latex_to_text(source), "")]
 
 
-def notebook_text(text: str) -> str:
+def notebook_sections(text: str) -> Iterator[Part]:
     """A Jupyter notebook as Markdown: texts, code and the text of its outputs."""
-    cells = json.loads(text).get("cells", [])
-    return "\n\n".join(block for cell in cells for block in _cell_blocks(cell))
-
-
-def _cell_blocks(cell: dict[str, Any]) -> Iterator[str]:
-    source = _joined(cell.get("source"))
-    if cell.get("cell_type") != "code":
-        yield source
-        return
-    yield f"```\n{source}\n```"
-    for output in cell.get("outputs", []):
-        shown = _joined(output.get("text") or output.get("data", {}).get("text/plain"))
-        if shown.strip():
-            yield f"```\n{shown}\n```"
+    blocks = list[str]()
+    for cell in json.loads(text).get("cells", []):
+        source = _joined(cell.get("source"))
+        if cell.get("cell_type") != "code":
+            blocks.append(source)
+            continue
+        outputs = (
+            _joined(out.get("text") or out.get("data", {}).get("text/plain"))
+            for out in cell.get("outputs", [])
+        )
+        blocks += [f"```\n{shown}\n```" for shown in [source, *filter(str.strip, outputs)]]
+    return markdown_sections("\n\n".join(blocks))
 
 
 def _joined(lines: Any) -> str:
@@ -154,18 +172,11 @@ def _contents(part: Any, path: Path, notes: list[str]) -> Iterator[tuple[str, st
     yield next(filter(str.strip, texts), ""), "" if bodies else part.get_filename() or part.get_content_type()
 
 
-def _body_text(body: MIMEPart, path: Path, notes: list[str]) -> str:
-    text = _decoded(body, path, notes)
+def _body_text(body: Any, path: Path, notes: list[str]) -> str:
+    try:
+        text = decode(body.get_payload(decode=True), path, notes, body.get_content_charset(""))
+    except UnreadableDocumentError:  # one such message must not make a whole mailbox unreadable
+        notes.append("the text of a message fits no encoding, and was left out")
+        return ""
     is_html = body.get_content_type() == "text/html"
     return "\n\n".join(section for section, _ in html_sections(text)) if is_html else text
-
-
-def _decoded(body: MIMEPart, path: Path, notes: list[str]) -> str:
-    """Decode by the declared encoding, or by a guess if it is missing, unknown to Python, or wrong."""
-    data: Any = body.get_payload(decode=True)
-    if (text := decode_as(data, body.get_content_charset(""))) is not None:  # "" is an unknown encoding, too
-        return text
-    with suppress(UnreadableDocumentError):  # one such message must not make a whole mailbox unreadable
-        return decode(data, path, notes)
-    notes.append("the text of a message fits no encoding, and was left out")
-    return ""
