@@ -12,18 +12,12 @@ from urllib.parse import unquote
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.file_checks import archive_xml, open_archive
 from ragblend.app.library.html_text import html_sections
-from ragblend.app.library.xml_elements import local_name
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
 CONTAINER = "META-INF/container.xml"
 # The last two are those of older versions of the format.
-TEXT_TYPES = {
-    "application/xhtml+xml",
-    "text/html",
-    "image/svg+xml",
-    "text/x-oeb1-document",
-    "application/x-dtbook+xml",
-}
+TEXT_TYPES = {"application/xhtml+xml", "text/html", "image/svg+xml"}
+TEXT_TYPES |= {"text/x-oeb1-document", "application/x-dtbook+xml"}
 
 
 def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
@@ -43,22 +37,19 @@ def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
 
 def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
     """The names of the chapters' files, in reading order."""
-    package = _package_name(archive, path)
-    root = archive_xml(archive, package)
-    folder = posixpath.dirname(package)
-    items = {item.get("id"): item for item in root.iter() if local_name(item) == "item"}
-    order = [items.get(ref.get("idref")) for ref in root.iter() if local_name(ref) == "itemref"]
+    package = archive_xml(archive, CONTAINER).find(".//{*}rootfile[@full-path]")
+    if package is None:
+        raise UnreadableDocumentError(
+            f"Reading {path}: the book has no list of chapters. Save it again as EPUB."
+        )
+    name = package.get("full-path", "")
+    root = archive_xml(archive, name)
+    items = {item.get("id"): item for item in root.iterfind(".//{*}item")}
+    order = [items.get(reference.get("idref")) for reference in root.iterfind(".//{*}itemref")]
     return [
-        posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
+        posixpath.normpath(posixpath.join(posixpath.dirname(name), unquote(item.get("href", ""))))
         for item in order
         if item is not None
         and item.get("media-type", "").lower() in TEXT_TYPES
         and "nav" not in item.get("properties", "").split()  # the table of contents repeats the headings
     ]
-
-
-def _package_name(archive: zipfile.ZipFile, path: Path) -> str:
-    for element in archive_xml(archive, CONTAINER).iter():
-        if local_name(element) == "rootfile" and element.get("full-path"):
-            return str(element.get("full-path"))
-    raise UnreadableDocumentError(f"Reading {path}: the book has no list of chapters. Save it again as EPUB.")

@@ -36,35 +36,25 @@ def opendocument_sections(path: Path) -> list[tuple[str, str]]:
         for style in styles
         if (found := POSITION.match(xml_attribute(xml_child(style, "text-properties"), "text-position")))
     }
-    out: list[str] = []
-    _write(content, script_tags, out, False)
-    return html_sections("".join(out))
+    return html_sections(_html(content, script_tags, False))
 
 
-def _write(node: Element, script_tags: dict[str, str], out: list[str], is_text: bool) -> None:
-    """Write a node as HTML. is_text: whether it is inside a paragraph or heading; text elsewhere is not shown.
+def _html(node: Element, script_tags: dict[str, str], is_text: bool) -> str:
+    """A node as HTML. is_text: whether it is inside a paragraph or heading; text elsewhere is not shown.
 
     script_tags: `sub` or `sup`, by the name of the style.
     """
     name = local_name(node)
     if name in LEFT_OUT or node.tag in LEFT_OUT or xml_attribute(node, "display") == "none":
-        return
-    tag = TAGS.get(name) or (script_tags.get(xml_attribute(node, "style-name")) if name == "span" else None)
-    inside: list[str] = []
+        return ""
     is_text |= name in {"h", "p"}
-    inside.append(escape(node.text or "") if is_text else "")
+    inside = escape(node.text or "") * is_text
     for part in node:
-        _write(part, script_tags, inside, is_text)
-        inside.append(escape(part.tail or "") if is_text else "")
+        inside += _html(part, script_tags, is_text) + escape(part.tail or "") * is_text
     if name in NOTES:
-        out.append(f" ({inline_markup(''.join(inside))}) ")
-    else:
-        spans = _spans(node) if tag == "td" else ""
-        out += [f"<{tag}{spans}>" if tag else AS_TEXT.get(name, ""), *inside, f"</{tag}>" if tag else ""]
-
-
-def _spans(cell: Element) -> str:
-    return "".join(
-        f' {name}="{xml_attribute(cell, f"number-{what}-spanned")}"'
-        for name, what in (("colspan", "columns"), ("rowspan", "rows"))
-    )
+        return f" ({inline_markup(inside)}) "
+    tag = TAGS.get(name) or (script_tags.get(xml_attribute(node, "style-name")) if name == "span" else None)
+    if tag is None:
+        return AS_TEXT.get(name, "") + inside
+    columns, rows = (xml_attribute(node, f"number-{what}-spanned") for what in ("columns", "rows"))
+    return f'<{tag} colspan="{columns}" rowspan="{rows}">{inside}</{tag}>'

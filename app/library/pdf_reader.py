@@ -6,7 +6,7 @@ pypdf also gives a page's text where pdfium finds none. Pages that neither can r
 import re
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,8 @@ MAX_SECONDS = 1800.0  # for all pages; `sandbox` limits the time of one page
 PRINT_ADVICE = "Open it in a viewer and save or print it to a new PDF."
 MIN_WORDS, MAX_SINGLE = 50, 0.8  # words of a page that is judged; share of them with one or two letters
 WRAPPED = re.compile("[\ufffe\x02]")  # what pdfium gives for a hyphen at the end of a line
-REAL_HYPHEN = re.compile(
-    "\ufffe(?=\\d|[A-Z](?![A-Z]))|(?<![A-Z])\ufffe(?=[A-Z])"
-)  # `COVID-19`; not `HAR-BOUR`
+# `COVID-19`; not `HAR-BOUR`.
+REAL_HYPHEN = re.compile("\ufffe(?=\\d|[A-Z](?![A-Z]))|(?<![A-Z])\ufffe(?=[A-Z])")
 REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
 
@@ -90,30 +89,25 @@ def open_pdf(path: Path) -> Iterator[tuple[Any, Any]]:
     import pypdfium2
     from pypdf import PdfReader
 
-    document: Any = None
-    reader: Any = None
-    with suppress(pypdfium2.PdfiumError):
-        document = pypdfium2.PdfDocument(path)
-    try:
-        with path.open("rb") as file:
-            try:
-                reader = PdfReader(file)
-                len(reader.pages)  # a PDF whose password is empty opens like any other
-            except MemoryError:
-                raise
-            except Exception as error:  # pypdf raises anything for a damaged file
-                reader = None
-                if document is None:
-                    raise _pypdf_error(path, error) from error
-            pages = len(document) if document is not None else len(reader.pages)
-            if pages > MAX_PAGES:
-                raise OversizedDocumentError(
-                    f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it."
-                )
-            yield document, reader
-    finally:
-        if document is not None:
-            document.close()
+    with ExitStack() as stack:
+        document = reader = None
+        with suppress(pypdfium2.PdfiumError):
+            document = stack.enter_context(closing(pypdfium2.PdfDocument(path)))
+        try:
+            reader = PdfReader(stack.enter_context(path.open("rb")))
+            pages = len(reader.pages)  # a PDF whose password is empty opens like any other
+        except MemoryError:
+            raise
+        except Exception as error:  # pypdf raises anything for a damaged file
+            reader = None
+            if document is None:
+                raise _pypdf_error(path, error) from error
+        pages = len(document) if document is not None else pages
+        if pages > MAX_PAGES:
+            raise OversizedDocumentError(
+                f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it."
+            )
+        yield document, reader
 
 
 def _is_unreadable(text: str | None) -> bool:
@@ -157,7 +151,7 @@ def _form_values(reader: "PdfReader | None", number: int) -> list[str]:
             annotation = reference.get_object()
             kind = annotation.get("/Subtype")
             if kind == "/Widget" and (value := _value(annotation)) not in ("", "Off"):
-                label = _inherited(annotation, "/TU") or _inherited(annotation, "/T") or "field"
+                label = annotation.get_inherited("/TU") or annotation.get_inherited("/T") or "field"
                 lines.append(f"{label}: {value}")
             elif kind in REMARKS and (remark := annotation.get("/Contents")):
                 lines.append(f"Note: {remark}")
@@ -169,27 +163,15 @@ def _value(field: Any) -> str:
 
     "" for a signature, which is a dictionary.
     """
-    value = _inherited(field, "/V")
-    if _inherited(field, "/FT") == "/Btn":
+    value = field.get_inherited("/V")
+    if field.get_inherited("/FT") == "/Btn":
         value = field.get("/AS", value)
     if value is None or isinstance(value, dict):
         return ""
-    options = [
-        option for option in _inherited(field, "/Opt") or () if isinstance(option, list) and len(option) > 1
-    ]
-    names = {str(option[0]): option[1] for option in options}
+    options = field.get_inherited("/Opt") or ()
+    names = {str(each[0]): each[1] for each in options if isinstance(each, list) and len(each) > 1}
     values = value if isinstance(value, list) else [value]
     return ", ".join(str(names.get(str(each), each)).removeprefix("/") for each in values)
-
-
-def _inherited(field: Any, name: str) -> Any:
-    """An entry of a form field, or of its nearest parent that has it; None if there is none."""
-    while field is not None:
-        if name in field:
-            return field[name]
-        parent = field.get("/Parent")
-        field = parent.get_object() if parent is not None else None
-    return None
 
 
 def _pypdf_error(path: Path, error: Exception) -> DocumentError:
@@ -200,8 +182,7 @@ def _pypdf_error(path: Path, error: Exception) -> DocumentError:
             f"Reading {path}: it needs a password. Save it without one, for example with "
             "`qpdf --decrypt --password=... in.pdf out.pdf`."
         )
-    if isinstance(error, LimitReachedError):
-        return OversizedDocumentError(
-            f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_ADVICE}"
-        )
-    return UnreadableDocumentError(f"Reading {path}: the PDF is damaged ({error}). {PRINT_ADVICE}")
+    is_large = isinstance(error, LimitReachedError)
+    what = "a part of the PDF is suspiciously large" if is_large else "the PDF is damaged"
+    kind = OversizedDocumentError if is_large else UnreadableDocumentError
+    return kind(f"Reading {path}: {what} ({error}). {PRINT_ADVICE}")
