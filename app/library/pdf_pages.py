@@ -1,6 +1,5 @@
 """Renders PDF pages with pdfium (extra `ui`): with a passage's boxes on them, or for text recognition."""
 
-import ctypes
 import io
 import re
 from base64 import b64decode, b64encode
@@ -94,13 +93,10 @@ def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
 
 def _page_images(
     document: Any, text: str, part: Span | None, numbers: Sequence[int]
-) -> tuple[PageImage, ...] | None:
-    pages = [document[number - 1] for number in numbers]
-    spans_by_page = _find_on_pages(pages, text, part)
-    if spans_by_page is None:
-        return None
+) -> tuple[PageImage, ...]:
+    found = _find_on_pages([document[number - 1] for number in numbers], text, part)
     return tuple(
-        _image(document, number, spans) for number, spans in zip(numbers, spans_by_page, strict=True) if spans
+        _image(document, number, spans) for number, spans in zip(numbers, found, strict=False) if spans
     )
 
 
@@ -114,27 +110,22 @@ def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator
     with open_pdf(path) as (document, _reader):
         for number in numbers:
             picture = None
-            with suppress(PdfiumError):
-                picture = _picture(document[number - 1], scale) if document is not None else None
+            if document is not None:
+                with suppress(PdfiumError), closing(document[number - 1]) as page:
+                    fitting = min(scale, MAX_PICTURE_SIDE / max(page.get_size()))
+                    picture = page.render(scale=fitting).to_numpy()[..., :3].copy()
             yield picture
 
 
-def _picture(page: Any, scale: float) -> "NDArray[np.uint8]":
-    with closing(page):
-        scale = min(scale, MAX_PICTURE_SIDE / max(page.get_size()))
-        picture: NDArray[np.uint8] = page.render(scale=scale).to_numpy()[..., :3].copy()
-        return picture
-
-
-def _find_on_pages(pages: Sequence[Any], text: str, part: Span | None) -> list[list[Span]] | None:
-    """For each page the (start, stop) character indexes of the text, which may span pages; None if it is not found."""
+def _find_on_pages(pages: Sequence[Any], text: str, part: Span | None) -> list[list[Span]]:
+    """For each page the (start, stop) character indexes of the text, which may span pages; [] if it is not found."""
     characters, page_starts = list[str](), [0]
     for page in pages:
         characters += _characters(page)
         page_starts.append(len(characters))
     found = find(text, fold(characters), part)
     if found is None:
-        return None
+        return []
     spans: list[list[Span]] = [[] for _ in pages]
     for start, stop in found:
         for n in range(len(pages)):
@@ -157,31 +148,21 @@ def _image(document: Any, number: int, spans: Sequence[Span]) -> PageImage:
     page, label = document[number - 1], f"p. {page_label(document, number - 1)}"
     width, height = page.get_size()
     scale = min(MAX_SCALE, MAX_WIDTH / width, MAX_HEIGHT / height)
-    picture = page.render(scale=scale).to_pil()
-    boxes = [box for span in spans for box in _boxes(page, span, picture.size)]
+    bitmap = page.render(scale=scale)
+    boxes = [box for span in spans for box in _boxes(page, span, bitmap)]
     out = io.BytesIO()
-    picture.save(out, "PNG", optimize=False, compress_level=6)
-    return PageImage(number, label, out.getvalue(), picture.width, picture.height, tuple(boxes))
+    bitmap.to_pil().save(out, "PNG", optimize=False, compress_level=6)
+    return PageImage(number, label, out.getvalue(), bitmap.width, bitmap.height, tuple(boxes))
 
 
-def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]:
+def _boxes(page: Any, span: Span, bitmap: Any) -> Iterator[Box]:
+    """The boxes of these characters' lines, clipped to the picture of the page, which may be rotated and cropped."""
+    to_bitmap = bitmap.get_posconv(page).to_bitmap
     with closing(page.get_textpage()) as textpage:
-        count = textpage.count_rects(span[0], span[1] - span[0])
-        found = [_box_on_picture(page, textpage.get_rect(index), size) for index in range(count)]
-        return [box for box in found if box.left < box.right and box.top < box.bottom]
-
-
-def _box_on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:
-    """Convert the page's coordinates to pixels; pdfium knows how the page is rotated and cropped."""
-    left, bottom, right, top = rect
-    (x1, y1), (x2, y2) = (_pixel(page, x, y, size) for x, y in ((left, top), (right, bottom)))
-    width, height = size  # boxes are clipped to the picture
-    return Box(max(0, min(x1, x2)), max(0, min(y1, y2)), min(width, max(x1, x2)), min(height, max(y1, y2)))
-
-
-def _pixel(page: Any, x: float, y: float, size: tuple[int, int]) -> tuple[int, int]:
-    from pypdfium2 import raw
-
-    across, down = ctypes.c_int(), ctypes.c_int()
-    raw.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, ctypes.byref(across), ctypes.byref(down))
-    return across.value, down.value
+        for index in range(textpage.count_rects(span[0], span[1] - span[0])):
+            left, bottom, right, top = textpage.get_rect(index)
+            (x1, y1), (x2, y2) = to_bitmap(left, top), to_bitmap(right, bottom)
+            upper_left = max(0, min(x1, x2)), max(0, min(y1, y2))
+            box = Box(*upper_left, min(bitmap.width, max(x1, x2)), min(bitmap.height, max(y1, y2)))
+            if box.left < box.right and box.top < box.bottom:
+                yield box

@@ -9,6 +9,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
 from itertools import chain, islice, pairwise, takewhile, zip_longest
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple
 from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
 
 SNIFF_CHARACTERS = 16_384
-DELIMITERS = ";\t,|"  # tried in this order: texts and numbers have commas too
-DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+# Tried in this order: texts and numbers have commas too.
+DELIMITERS = {";": "semicolons", "\t": "tabs", ",": "commas", "|": "vertical bars"}
 FIRST_ROWS = 10  # the header is one of them
 # A number format of XLSX: digits such as `#,##0.00` or `0.0#` between texts, of which `"kg"`, `\x`, `[$€-407]` and
 # signs are shown, and `[Red]`, `_-` and `*-` are not. A format with a condition, such as `[>=1000]`, does not match.
@@ -67,10 +68,8 @@ def spread_cells(
     header_rows: None if the header is the first row with several texts. A cell right of `columns` spans only itself:
     else spanning cells in each row would fill memory.
     """
-    above, spanning = (
-        dict[int, str](),
-        dict[int, tuple[str, int]](),
-    )  # by column; with the number of further rows
+    above = dict[int, str]()  # texts by column
+    spanning = dict[int, tuple[str, int]]()  # with the number of further rows
     for number, row in enumerate(rows):
         texts = {column: text for column, (text, _) in spanning.items()}
         spanning = {column: (text, left - 1) for column, (text, left) in spanning.items() if left > 1}
@@ -102,10 +101,55 @@ def csv_rows(text: str, notes: list[str], expected: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
     first, _, rest = text.partition("\n")
     if named := re.fullmatch(r"sep=(.)\r?", first, re.IGNORECASE):
-        rows = csv.reader(io.StringIO(rest, newline=""), delimiter=named[1])
-    else:
-        rows = csv.reader(io.StringIO(text, newline=""), _dialect(text, notes, expected))
-    yield from table_rows(rows)
+        return table_rows(_csv(rest, named[1]))
+    delimiter, escape = _dialect(text, expected)
+    if delimiter not in {expected, UNUSED_CHARACTER}:
+        notes.append(f"its columns were guessed to be separated by {DELIMITERS.get(delimiter, delimiter)}")
+    return table_rows(_csv(text, delimiter, escapechar=escape))
+
+
+def _csv(text: str, delimiter: str, **dialect: Any) -> Iterator[list[str]]:
+    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, **dialect)
+
+
+def _dialect(text: str, expected: str) -> tuple[str, str | None]:
+    """The delimiter, the first of `DELIMITERS` with which all rows have the same number of columns (RFC 4180), else
+    clevercsv's guess; and the character that is before quotes within a value, if it is not another quote.
+
+    Lines before the first delimiter are a title above the table, or the values of a single column.
+    """
+    source, start = io.StringIO(text, newline=""), 0
+    for row in csv.reader(source, delimiter=UNUSED_CHARACTER):  # a quoted name may have line ends
+        if any(delimiter in cell for cell in row for delimiter in DELIMITERS):
+            break
+        start = source.tell()
+    table, is_titled = text[start:], bool(text[:start].strip())
+    if expected == "\t" and expected in table:
+        return expected, None
+    for delimiter in DELIMITERS:
+        if _is_regular(table, delimiter, is_titled):
+            return delimiter, None
+    if is_titled or not table:
+        return UNUSED_CHARACTER, None
+    from clevercsv import Detector
+
+    found = Detector().detect(text[:SNIFF_CHARACTERS], delimiters=list(DELIMITERS))
+    return (found.delimiter, found.escapechar or None) if found and found.delimiter else (expected, None)
+
+
+def _is_regular(table: str, delimiter: str, is_titled: bool) -> bool:
+    """Whether all rows have the same number of columns; if a title is above them, the first has to name the columns:
+    else it may be a single column of texts with commas.
+    """
+    rows = filter(None, _csv(table, delimiter, strict=True))
+    with suppress(csv.Error):
+        first = list(islice(rows, FIRST_ROWS))
+        width = len(first[0]) if first else 0
+        has_names = not is_titled or (
+            _count_header_rows(first) > 0 and any(VALUE.fullmatch(cell) for row in first[1:] for cell in row)
+        )
+        return width > 1 and has_names and all(len(row) == width for row in chain(first, rows))
+    return False
 
 
 def table_rows(rows: Iterable[Sequence[str]], prefix: str = "") -> Iterator[Row]:
@@ -347,67 +391,6 @@ def _number_text(number: float, number_format: str) -> str:
 
 def _shown_part(part: re.Match[str]) -> str:
     return part[part.lastindex] if part.lastindex else " "
-
-
-def _dialect(text: str, notes: list[str], expected: str) -> type[csv.Dialect] | csv.Dialect:
-    """The first of `DELIMITERS` with which all rows have the same number of columns (RFC 4180), else clevercsv's guess.
-
-    Lines before the first delimiter are a title above the table, or the values of a single column.
-    """
-    source, start = io.StringIO(text, newline=""), 0
-    for row in csv.reader(source, delimiter=UNUSED_CHARACTER):  # a quoted name may have line ends
-        if any(delimiter in cell for cell in row for delimiter in DELIMITERS):
-            break
-        start = source.tell()
-    table, is_titled = text[start:], bool(text[:start].strip())
-    if expected == "\t" and expected in table:
-        return csv.excel_tab
-    for delimiter in DELIMITERS:
-        if _is_regular(table, delimiter) and (not is_titled or _has_names_above_values(table, delimiter)):
-            _note_guess(delimiter, expected, notes)
-            return _separated_by(delimiter)
-    if is_titled or not table:
-        return _separated_by(UNUSED_CHARACTER)
-    from clevercsv import Detector
-
-    found = Detector().detect(text[:SNIFF_CHARACTERS], delimiters=list(DELIMITERS))
-    if found is None or not found.delimiter:
-        return csv.excel
-    guessed = found.to_csv_dialect()
-    _note_guess(guessed.delimiter, expected, notes)
-    # Nearly every file doubles quotes, which the detector does not see if the beginning has none.
-    guessed.quotechar, guessed.quoting, guessed.doublequote = '"', csv.QUOTE_MINIMAL, True
-    return guessed
-
-
-def _note_guess(delimiter: str, expected: str, notes: list[str]) -> None:
-    if delimiter != expected:
-        notes.append(
-            f"its columns were guessed to be separated by {DELIMITER_NAMES.get(delimiter, delimiter)}"
-        )
-
-
-def _separated_by(character: str) -> type[csv.Dialect]:
-    class Separated(csv.excel):
-        delimiter = character
-
-    return Separated
-
-
-def _has_names_above_values(table: str, delimiter: str) -> bool:
-    """Whether the lines below a title are a table with this delimiter, not a single column of texts with commas."""
-    rows = list(islice(csv.reader(io.StringIO(table, newline=""), _separated_by(delimiter)), FIRST_ROWS))
-    return _count_header_rows(rows) > 0 and any(VALUE.fullmatch(cell) for row in rows[1:] for cell in row)
-
-
-def _is_regular(text: str, delimiter: str) -> bool:
-    rows = csv.reader(io.StringIO(text, newline=""), _separated_by(delimiter), strict=True)
-    widths = (len(row) for row in rows if row)
-    try:
-        first = next(widths, 0)
-        return first > 1 and all(width == first for width in widths)
-    except csv.Error:
-        return False
 
 
 def _row_text(header: Sequence[str], row: Sequence[str]) -> str:

@@ -3,23 +3,12 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from ragblend.app.library.numerals import numeral, parse_number
-from ragblend.app.library.xml_elements import child_val, local_name, xml_attribute, xml_child
+from ragblend.app.library.xml_elements import child_val, local_name, xml_attribute
 
-PLACE = re.compile(r"%(\d)")  # in a level's text: the number of that level, from 1
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of a list. text: such as `%1.%2`; style: the id of the paragraph style that it belongs to."""
-
-    start: int
-    number_format: str
-    text: str
-    style: str
+PLACE = re.compile(r"%(\d)")  # in a level's text, such as `%1.%2`: the number of that level, from 1
 
 
 class Numbering:
@@ -30,49 +19,48 @@ class Numbering:
     """
 
     def __init__(self, numbering: Iterable[Element]) -> None:
-        self._levels: dict[str, dict[int, Level]] = {}  # by abstractNumId
-        self._definitions: dict[str, str] = {}  # abstractNumId by numId
-        self._restarts: dict[str, dict[int, int]] = {}  # by numId: the levels' first numbers
+        self._levels = dict[str, dict[int, Element]]()  # by abstractNumId
+        self._lists = dict[
+            str, tuple[str, dict[int, int]]
+        ]()  # by numId: its definition; levels' own first numbers
         self._counts = defaultdict[str, dict[int, int]](dict)  # by abstractNumId, then by level
         for element in numbering:
-            kind = local_name(element)
-            if kind == "abstractNum":
-                levels = (each for each in element if local_name(each) == "lvl")
-                self._levels[xml_attribute(element, "abstractNumId")] = {
-                    parse_number(xml_attribute(each, "ilvl"), 0): _level(each) for each in levels
-                }
-            elif kind == "num":
-                list_id = xml_attribute(element, "numId")
-                self._definitions[list_id] = child_val(element, "abstractNumId")
-                self._restarts[list_id] = {
-                    parse_number(xml_attribute(each, "ilvl"), 0): parse_number(xml_attribute(start, "val"), 1)
-                    for each in element
-                    if (start := xml_child(each, "startOverride")) is not None
-                }
+            levels = {
+                parse_number(xml_attribute(each, "ilvl"), 0): each
+                for each in element
+                if local_name(each) in {"lvl", "lvlOverride"}
+            }
+            if local_name(element) == "abstractNum":
+                self._levels[xml_attribute(element, "abstractNumId")] = levels
+            elif local_name(element) == "num":
+                starts = {at: child_val(each, "startOverride") for at, each in levels.items()}
+                own = {at: parse_number(start, 1) for at, start in starts.items() if start}
+                self._lists[xml_attribute(element, "numId")] = child_val(element, "abstractNumId"), own
 
     def next_label(self, list_id: str, level: str, styles: Iterable[str]) -> str:
         """The label of the next paragraph of a list; "" for a bullet.
 
         level: the paragraph's; if "", the level that belongs to one of its styles.
         """
-        definition = self._definitions.get(list_id, "")
-        levels, counts, named = self._levels.get(definition, {}), self._counts[definition], set(styles)
-        by_style = next((each for each, found in levels.items() if found.style in named - {""}), 0)
+        definition, restarts = self._lists.get(list_id, ("", {}))
+        levels, counts, named = self._levels.get(definition, {}), self._counts[definition], set(styles) - {""}
+        by_style = next((each for each, found in levels.items() if child_val(found, "pStyle") in named), 0)
         at = parse_number(level, by_style)
         if at not in levels:
             return ""
-        restart = self._restarts.get(list_id, {}).pop(at, None)  # for the list's first paragraph only
-        counts[at] = restart if restart is not None else counts.get(at, levels[at].start - 1) + 1
+        # A list's own first number is for its first paragraph only.
+        counts[at] = restarts.pop(at) if at in restarts else counts.get(at, _start(levels[at]) - 1) + 1
         for deeper in [each for each in counts if each > at]:
             del counts[deeper]
 
         def level_number(place: re.Match[str]) -> str:
-            of = int(place[1]) - 1
-            return numeral(counts.get(of, levels[of].start), levels[of].number_format) if of in levels else ""
+            number = int(place[1]) - 1
+            of = levels.get(number)
+            return "" if of is None else numeral(counts.get(number, _start(of)), child_val(of, "numFmt"))
 
-        return "" if levels[at].number_format == "bullet" else PLACE.sub(level_number, levels[at].text)
+        is_bullet = child_val(levels[at], "numFmt") == "bullet"
+        return "" if is_bullet else PLACE.sub(level_number, child_val(levels[at], "lvlText"))
 
 
-def _level(element: Element) -> Level:
-    number_format, text, style = (child_val(element, name) for name in ("numFmt", "lvlText", "pStyle"))
-    return Level(parse_number(child_val(element, "start"), 1), number_format, text, style)
+def _start(level: Element) -> int:
+    return parse_number(child_val(level, "start"), 1)
