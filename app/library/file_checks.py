@@ -6,7 +6,7 @@ Parsers trust their input. Each failed check raises a DocumentError of its own k
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from xml.etree.ElementTree import Element
@@ -41,7 +41,7 @@ MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}
 KIND_OF = {f".{kind}": kind for kind in ("pdf", "rtf", "docx", "pptx", "xlsx", "epub", "odt", "odp")}
 ARCHIVES = frozenset(KIND_OF.values()) - {"pdf", "rtf"}
 # How the type of an archive is recognised: by a folder in it, or by the end of its media type.
-OFFICE_FOLDERS = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
+OFFICE_FOLDERS = {"word": "docx", "ppt": "pptx", "xl": "xlsx"}
 OPENDOCUMENT = {"text": "odt", "presentation": "odp"}
 
 
@@ -50,13 +50,26 @@ def check_file(path: Path) -> str:
 
     Raises DocumentError if it is not a readable file, or too large for its type.
     """
-    size = _check_regular(path)
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UnreadableDocumentError(
+                f"Reading {path}: it is not a regular file. Give a file or a folder."
+            )
+        path.open("rb").close()
+    except FileNotFoundError as error:
+        raise DocumentNotFoundError(f"Reading {path}: there is no such file. Check the path.") from error
+    except OSError as error:
+        raise UnreadableDocumentError(
+            f"Reading {path}: {error.strerror or error}. Check its rights (chmod u+r) and its disk."
+        ) from error
+    if found.st_size == 0:
+        raise EmptyDocumentError(f"Reading {path}: the file is empty. Nothing of it was ingested.")
     promised = KIND_OF.get(path.suffix.lower(), "text")
     limit = MAX_TEXT_BYTES if promised == "text" else MAX_FILE_BYTES
-    if size > limit:
-        raise OversizedDocumentError(
-            f"Reading {path}: it has {size / MIB:.0f} MiB, the limit is {limit / MIB:.0f} MiB. Split it into parts."
-        )
+    if found.st_size > limit:
+        sizes = f"it has {found.st_size / MIB:.0f} MiB, the limit is {limit / MIB:.0f} MiB"
+        raise OversizedDocumentError(f"Reading {path}: {sizes}. Split it into parts.")
     return promised
 
 
@@ -76,7 +89,7 @@ def check_content(path: Path) -> None:
         with suppress(zipfile.BadZipFile, OSError, ValueError), zipfile.ZipFile(path) as archive:
             found = _archive_type(archive)
     if found != promised:
-        raise UnreadableDocumentError(_mislabelled_message(path, promised, found))
+        raise _mislabelled(path, promised, found)
 
 
 def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
@@ -98,34 +111,13 @@ def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(path) as archive:
             promised, found = KIND_OF[path.suffix.lower()], _archive_type(archive)
             if found != promised:
-                raise UnreadableDocumentError(_mislabelled_message(path, promised, found))
+                raise _mislabelled(path, promised, found)
             _check_directory(path, archive.infolist())
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
         raise UnreadableDocumentError(
             f"Reading {path}: its archive is damaged ({error}). Open it in its own program and save it again."
         ) from error
-
-
-def _check_regular(path: Path) -> int:
-    """The size of a regular file that can be read and is not empty. Raises DocumentError for any other path."""
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise UnreadableDocumentError(
-                f"Reading {path}: it is not a regular file. Give a file or a folder."
-            )
-        with path.open("rb"):
-            pass
-    except FileNotFoundError as error:
-        raise DocumentNotFoundError(f"Reading {path}: there is no such file. Check the path.") from error
-    except OSError as error:
-        raise UnreadableDocumentError(
-            f"Reading {path}: {error.strerror or error}. Check its rights (chmod u+r) and its disk."
-        ) from error
-    if found.st_size == 0:
-        raise EmptyDocumentError(f"Reading {path}: the file is empty. Nothing of it was ingested.")
-    return found.st_size
 
 
 def _content_type(path: Path) -> str:
@@ -144,24 +136,22 @@ def _archive_type(archive: zipfile.ZipFile) -> str:
     if "META-INF/container.xml" in names:
         return "epub"
     if "[Content_Types].xml" in names or "_rels/.rels" in names:
-        return next(
-            (kind for folder, kind in OFFICE_FOLDERS.items() if _has_folder(names, folder)), "zip archive"
-        )
+        folders = {name.lstrip("/").partition("/")[0] for name in names}
+        return next((kind for folder, kind in OFFICE_FOLDERS.items() if folder in folders), "zip archive")
     if "mimetype" in names:
         declared = archive.read("mimetype")[:100].decode("ascii", "replace")
         return OPENDOCUMENT.get(declared.rpartition(".")[2].removesuffix("-template"), "zip archive")
     return "docx" if "word/document.xml" in names else "zip archive"
 
 
-def _has_folder(names: Iterable[str], folder: str) -> bool:
-    return any(name.lstrip("/").startswith(folder) for name in names)
-
-
-def _mislabelled_message(path: Path, promised: str, found: str) -> str:
+def _mislabelled(path: Path, promised: str, found: str) -> UnreadableDocumentError:
     what = "an older Office document" if found == "ole" else f"a {found}"
-    is_read = found in KIND_OF.values()
-    advice = f"Rename it to .{found}" if is_read else "Give it its right suffix, or convert it"
-    return f"Reading {path}: its name promises {promised}, but its content is {what}. {advice}."
+    advice = (
+        f"Rename it to .{found}" if found in KIND_OF.values() else "Give it its right suffix, or convert it"
+    )
+    return UnreadableDocumentError(
+        f"Reading {path}: its name promises {promised}, but its content is {what}. {advice}."
+    )
 
 
 def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
@@ -169,21 +159,22 @@ def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
     if any(member.flag_bits & 1 for member in members):
         raise EncryptedDocumentError(f"Reading {path}: it is encrypted. Save it without a password.")
     packed, unpacked = path.stat().st_size, sum(member.file_size for member in members)
-    if len(members) > MAX_MEMBERS:
-        raise OversizedDocumentError(
-            f"Reading {path}: its archive has {len(members)} files; {MAX_MEMBERS} at most."
-        )
+    ratio, problem = unpacked / max(packed, 1), ""
     markup = (member.file_size for member in members if Path(member.filename).suffix in MARKUP)
-    largest = max(markup, default=0)
-    if largest > MAX_TEXT_BYTES:  # parsers hold a part's whole tree, ten times its size, in memory
-        raise OversizedDocumentError(
-            f"Reading {path}: one part of it has {largest / MIB:.0f} MiB of text, the limit is {MAX_TEXT_BYTES // MIB} "
-            "MiB. Split the document."
+    if len(members) > MAX_MEMBERS:
+        problem = f"its archive has {len(members)} files; {MAX_MEMBERS} at most."
+    elif (
+        largest := max(markup, default=0)
+    ) > MAX_TEXT_BYTES:  # parsers hold a part's tree, ten times its size
+        problem = (
+            f"one part of it has {largest / MIB:.0f} MiB of text, the limit is {MAX_TEXT_BYTES // MIB} MiB. Split the "
+            "document."
         )
-    ratio = unpacked / max(packed, 1)
-    if unpacked > MAX_UNPACKED_BYTES or (unpacked > RATIO_MATTERS_BYTES and ratio > MAX_UNPACK_RATIO):
-        raise OversizedDocumentError(
-            f"Reading {path}: its {packed} bytes unpack to {unpacked / MIB:.0f} MiB or more ({ratio:.0f} times), as a "
-            f"zip bomb does; the limits are {MAX_UNPACKED_BYTES // MIB} MiB and {MAX_UNPACK_RATIO} times. If it is a "
-            "real document, split it, or save it again without pictures."
+    elif unpacked > MAX_UNPACKED_BYTES or (unpacked > RATIO_MATTERS_BYTES and ratio > MAX_UNPACK_RATIO):
+        problem = (
+            f"its {packed} bytes unpack to {unpacked / MIB:.0f} MiB or more ({ratio:.0f} times), as a zip bomb does; "
+            f"the limits are {MAX_UNPACKED_BYTES // MIB} MiB and {MAX_UNPACK_RATIO} times. If it is a real document, "
+            "split it, or save it again without pictures."
         )
+    if problem:
+        raise OversizedDocumentError(f"Reading {path}: {problem}")

@@ -18,12 +18,15 @@ HIDDEN = {"annotation", "annotation-xml", "rp"} | set(
     "button script style template title noscript head iframe object datalist".split()  # noqa: SIM905
 )
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
-BLOCKS = HEADINGS | set(
-    """address article aside blockquote body caption details div dl fieldset figcaption figure footer form
-    header hr html legend main menu nav ol p section summary table ul""".split()  # noqa: SIM905
+# The texts that are written before and after an element. `text` is one of a picture (SVG).
+AROUND = dict.fromkeys(
+    """address article aside body caption details div fieldset figcaption figure footer form header hr html legend main
+    menu nav section summary""".split(),  # noqa: SIM905
+    ("\n", "\n"),
 )
-SPACED = {"p", "table", "ul", "ol", "dl", "pre", "blockquote", *HEADINGS}  # an empty line before and after
-TEXT_BEFORE = {"br": "\n", "tr": "\n", "li": "\n- ", "dt": "\n", "dd": "\n"}
+AROUND |= dict.fromkeys(("p", "table", "ul", "ol", "dl", "blockquote", *HEADINGS), ("\n\n", "\n\n"))
+AROUND |= {"br": ("\n", ""), "li": ("\n- ", ""), "dt": ("\n", ""), "dd": ("\n", "")}
+AROUND |= dict.fromkeys(("label", "textarea", "text"), (" ", " "))
 SUPERSCRIPT = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋")
 SUPER_OR_SUB = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
@@ -148,7 +151,7 @@ def _content(node: Any, in_line: bool) -> list[tuple[Any, bool]]:
         return [(part, in_line) for part in _formula(node)]
     if tag == "tr":  # of a page's layout
         return [(part, in_line) for part in _layout_row(node)]
-    before, after = _text_around(tag)
+    before, after = AROUND.get(tag, ("", ""))
     if tag == "ol":
         _number_items(node)
     elif tag == "li" and node.parent is not None and node.parent.tag == "ol":
@@ -157,11 +160,7 @@ def _content(node: Any, in_line: bool) -> list[tuple[Any, bool]]:
         before, after = "", "\n"
     if in_line and (before or after):
         before = after = " "
-    return [
-        (before, in_line),
-        *((child, in_line) for child in node.iter(include_text=True)),
-        (after, in_line),
-    ]
+    return [(part, in_line) for part in (before, *node.iter(include_text=True), after)]
 
 
 def _own_text(node: Any, in_line: bool) -> str | None:
@@ -191,17 +190,6 @@ def _own_text(node: Any, in_line: bool) -> str | None:
     return None
 
 
-def _text_around(tag: str) -> tuple[str, str]:
-    """The texts that are written before and after an element."""
-    if tag in TEXT_BEFORE:
-        return TEXT_BEFORE[tag], ""
-    if tag in SPACED:
-        return "\n\n", "\n\n"
-    if tag in {"label", "textarea", "text"}:  # `text` of a picture (SVG)
-        return " ", " "
-    return ("\n", "\n") if tag in BLOCKS else ("", "")
-
-
 def _number_items(ordered: Any) -> None:
     """Write each item's label, such as `3.` or `c.`, into its attribute `value`."""
     attributes = ordered.attributes
@@ -225,24 +213,18 @@ def _begins_item(paragraph: Any) -> bool:
 
 def _table_text(table: Any) -> str | None:
     """The text of a table; None if there is a table or a long cell of several lines in it: a page's layout."""
-    rows = [row for group in _visible(table, "thead", "tbody", "tfoot") for row in _visible(group, "tr")]
-    cells = [_visible(row, *CELLS) for row in rows]
-    if len(table.css("table")) > 1 or any(map(_has_lines, chain.from_iterable(cells))):
+    rows = [_visible(row, *CELLS) for row in table.css("tr") if not _is_hidden(row)]
+    if len(table.css("table")) > 1 or any(map(_has_lines, chain.from_iterable(rows))):
         return None
-    found = [
-        (row, row_cells) for row, each in zip(rows, cells, strict=True) if (row_cells := _row_cells(each))
-    ]
+    found = [(nodes, cells) for nodes in rows if (cells := _row_cells(nodes))]
     above = list(takewhile(lambda each: len(each[1]) == 1, found))
-    lines = [*map(_on_one_line, _visible(table, "caption")), *(row_cells[0].text for _, row_cells in above)]
+    lines = [*map(_on_one_line, _visible(table, "caption")), *(cells[0].text for _, cells in above)]
     below = found[len(above) :]
-    header_rows = sum(1 for _ in takewhile(lambda each: _is_header_row(each[0]), below))
-    widest = max((sum(cell.columns for cell in row_cells) for _, row_cells in below), default=0)
-    spread = spread_cells(
-        (row_cells for _, row_cells in below), header_rows, min(widest, MAX_SPANNING_COLUMNS)
-    )
-    return "\n\n".join(
-        ["", "\n".join(lines), rows_as_text(list(filter(None, spread)), header_rows=header_rows), ""]
-    )
+    header_rows = sum(1 for _ in takewhile(lambda each: {cell.tag for cell in each[0][1:]} == {"th"}, below))
+    widest = max((sum(cell.columns for cell in cells) for _, cells in below), default=0)
+    spread = spread_cells((cells for _, cells in below), header_rows, min(widest, MAX_SPANNING_COLUMNS))
+    text = rows_as_text(list(filter(None, spread)), header_rows=header_rows)
+    return "\n\n".join(["", "\n".join(lines), text, ""])
 
 
 def _row_cells(cells: Sequence[Any]) -> list[Cell]:
@@ -280,12 +262,6 @@ def _layout_row(row: Any) -> Iterator[Any]:
             yield "\n" + (" | ".join(texts) if sum(map(bool, texts)) > 1 else "".join(texts))
         for cell in () if is_short else cells:
             yield from ("\n", cell)
-
-
-def _is_header_row(row: Any) -> bool:
-    """Whether all cells of a row, except perhaps the first, are headers."""
-    cells = [child.tag for child in row.iter() if child.tag in CELLS]
-    return {*cells[1:]} == {"th"}
 
 
 def _formula(node: Any) -> list[Any]:

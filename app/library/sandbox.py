@@ -79,10 +79,8 @@ def run_in_sandbox(
     page_timeout_s: how long it may take without finishing a page. Raises the work's DocumentError,
     OversizedDocumentError if a limit is exceeded, and UnreadableDocumentError for any other failure, a crash included.
     """
-    reply = None
-    request = _Request(
-        work.__module__, work.__qualname__, str(path), arguments, imports, readable, memory_bytes
-    )
+    reply, name = None, (work.__module__, work.__qualname__)
+    request = _Request(*name, str(path), arguments, imports, readable, memory_bytes)
     while reply is None:
         with _idle_lock:
             process = _idle.pop() if _idle else _Process()
@@ -134,8 +132,7 @@ class _Process:
         return reply
 
     def _wait_for_reply(self, request: _Request, on_page: OnPage, page_timeout_s: float) -> Any:
-        path, page, last_message_at = Path(request.path), (0, 0), time.monotonic()
-        parser, limit = None, 0
+        page, last_message_at, parser, limit = (0, 0), time.monotonic(), None, 0
         while True:
             if self._connection.poll(POLL_S):
                 reply = json.loads(self._connection.recv_bytes(MAX_REPLY_BYTES))
@@ -147,9 +144,9 @@ class _Process:
                     limit = _resident_bytes(parser) + request.memory_bytes
             elif time.monotonic() - last_message_at > page_timeout_s:
                 where = f"page {page[0] + 1} of {page[1]}" if page[1] else "it"
-                raise _limit_error(path, f"{where} took more than {page_timeout_s:.0f} seconds")
+                raise _limit_error(request, f"{where} took more than {page_timeout_s:.0f} seconds")
             if parser is not None and _resident_bytes(parser) > limit:
-                raise _too_much_memory(path, request.memory_bytes)
+                raise _crash_error(request, MEMORY_EXIT)
             on_page(*page)
 
     def end(self) -> None:
@@ -185,28 +182,22 @@ if CAN_FORK:
 
 
 def _crash_error(request: _Request, code: int) -> DocumentError:
-    path = Path(request.path)
-    if code == MEMORY_EXIT:
-        return _too_much_memory(path, request.memory_bytes)
-    if code == -signal.SIGABRT:  # as pdfium does without memory; the process cannot say why
-        return OversizedDocumentError(
-            f"Reading {path}: the parser aborted, as it does if {request.memory_bytes // MIB} MiB of memory, the "
-            "limit, are not enough. Split it into parts, or save it as plain text."
+    if code in {MEMORY_EXIT, -signal.SIGABRT}:
+        needs = f"it needs more than {request.memory_bytes // MIB} MiB of memory"
+        # pdfium aborts without memory, and the process cannot say why.
+        return _limit_error(
+            request, needs if code == MEMORY_EXIT else f"the parser aborted, maybe as {needs}"
         )
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UnreadableDocumentError(
-        f"Reading {path}: the parser crashed ({how}). Open it in its own program and save it again."
+        f"Reading {request.path}: the parser crashed ({how}). Open it in its own program and save it again."
     )
 
 
-def _limit_error(path: Path, what: str) -> DocumentError:
+def _limit_error(request: _Request, what: str) -> DocumentError:
     return OversizedDocumentError(
-        f"Reading {path}: {what}, the limit. Split it into parts, or save it as plain text."
+        f"Reading {request.path}: {what}, the limit. Split it into parts, or save it as plain text."
     )
-
-
-def _too_much_memory(path: Path, memory_bytes: int) -> DocumentError:
-    return _limit_error(path, f"it needs more than {memory_bytes // MIB} MiB of memory")
 
 
 # --- in the subprocess
