@@ -107,14 +107,10 @@ def _page_table(table: Any) -> PageTable | None:
         ]
         for texts, row in zip(table.extract(), table.rows, strict=True)
     ]
-    filled = [text for row in cells for text, *_ in row if text]
-    if (
-        len(columns) < 2
-        or len(filled) < MIN_FILLED * len(table.cells)
-        or max(map(len, filled)) > CELL_CHARACTERS
-    ):
-        return None
-    if sum(any(text for text, *_ in row) for row in cells) < 2:
+    texts = [[cell.text for cell in row if cell.text] for row in cells]
+    lengths = [len(text) for row in texts for text in row]
+    is_filled = sum(map(bool, texts)) > 1 and len(lengths) >= MIN_FILLED * len(table.cells)
+    if len(columns) < 2 or not is_filled or max(lengths) > CELL_CHARACTERS:
         return None
     edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
     return PageTable(cells, tuple(sorted(edges)))
@@ -154,12 +150,12 @@ def _cells_from_text(text: str, indexes: Sequence[int], table: list[list[Cell]])
         rows.append([])
         for cell in row:
             size = len(fold(cell.text)[0])
-            start, stop = 0, 0
             if size:  # else it has only signs, such as a dash
                 start, stop = _widened(text, indexes[at], indexes[at + size - 1] + 1, UNFOLDED_SIGNS)
-            if text[start - 1 : start].strip() or (size and text[stop : stop + 1].strip()):
-                return None
-            rows[-1].append(cell._replace(text=" ".join(text[start:stop].split())) if size else cell)
+                if text[start - 1 : start].strip() or text[stop : stop + 1].strip():
+                    return None
+                cell = cell._replace(text=" ".join(text[start:stop].split()))
+            rows[-1].append(cell)
             at += size
     return rows
 
@@ -173,9 +169,7 @@ def _spread_cells(rows: list[list[Cell]]) -> tuple[list[list[str]], int]:
     in_all_columns, in_one = (list(filter(None, spread_cells(rows, n))) for n in (None, 0))
     names = in_all_columns[0]
     have_spans = names != in_one[0] and any(names.count(name) == 1 for name in names)
-    if have_spans and has_subheader(in_all_columns):
-        return in_all_columns, 2
-    return in_one, 0
+    return (in_all_columns, 2) if have_spans and has_subheader(in_all_columns) else (in_one, 0)
 
 
 def _widened(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, int]:

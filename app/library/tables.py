@@ -9,7 +9,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import date, datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
 from itertools import chain, islice, pairwise, takewhile, zip_longest
@@ -189,31 +189,39 @@ def _begins_table(before: Sequence[str], row: Sequence[str], after: Sequence[str
     have values, and each value after it gets a name.
     """
     have_values = all(any(map(VALUE.fullmatch, each)) for each in (before, after))
-    return (
-        have_values and not any(map(_has_digit, row)) and sum(map(bool, row)) >= max(2, sum(map(bool, after)))
-    )
+    names, values = (sum(map(bool, each)) for each in (row, after))
+    return have_values and not any(map(_has_digit, row)) and names >= max(2, values)
 
 
 def _count_header_rows(rows: Sequence[Sequence[str]]) -> int:
     """How many rows name the columns of CSV or of a sheet: nearly always one, or two (`has_subheader`).
 
-    0 if the first row has numbers or dates, unless they are years, 1 to n or a scale. Also 0 if each row is a label and
-    its value, and of the values more than a quarter are numbers and at least half are different texts.
+    0 if the first row has values, or if each row is a label and its value, and of the values more than a quarter are
+    numbers and at least half are different texts.
     """
-    if not rows:
+    if not rows or not _may_be_names(*rows[:2]):
         return 0
-    header, *rest = rows
-    numbers = list(filter(VALUE.fullmatch, header))
-    one_to_n = [str(number) for number in range(1, max(2, len(numbers)) + 1)]
-    if not all(map(YEAR.fullmatch, numbers)) and numbers != one_to_n and not _is_scale(header, *rest[:1]):
-        return 0
-    names = list(filter(None, header))
-    values = [row[1] for row in rest if len(row) > 1 and row[1]]
-    of_numbers = sum(1 for value in values if VALUE.fullmatch(value))
-    texts = {value for value in values if not VALUE.fullmatch(value)}
-    if len(names) == 2 and len(values) < 4 * of_numbers and len(values) <= 2 * len(texts):
-        return 0
-    return 1 + has_subheader(rows)
+    values = [row[1] for row in rows[1:] if len(row) > 1 and row[1]]
+    texts = [value for value in values if not VALUE.fullmatch(value)]
+    are_mixed = len(values) < 4 * (len(values) - len(texts)) and len(values) <= 2 * len(set(texts))
+    return 0 if sum(map(bool, rows[0])) == 2 and are_mixed else 1 + has_subheader(rows)
+
+
+def _may_be_names(header: Sequence[str], below: Sequence[str] = ()) -> bool:
+    """Whether a row has no numbers and dates but years, 1 to n, and a scale at its end: rising numbers, as in
+    `Hour | 6 | 12 | 18`, or dates that have no dates below.
+    """
+    values = list(filter(VALUE.fullmatch, header))
+    if all(map(YEAR.fullmatch, values)) or (
+        values[1:] and values == [str(1 + n) for n in range(len(values))]
+    ):
+        return True
+    if len(values) < 2 or header[0] in values or list(filter(None, header))[-len(values) :] != values:
+        return False
+    if any(map(DATE.fullmatch, values)):
+        return all(map(DATE.fullmatch, values)) and not any(map(DATE.fullmatch, below[1:]))
+    sizes = [(int(number[0]), value[number.end() :]) for value in values if (number := INTEGER.search(value))]
+    return all(size < following for size, following in pairwise(sizes))
 
 
 def has_subheader(rows: Sequence[Sequence[str]]) -> bool:
@@ -230,17 +238,6 @@ def _joined_names(rows: Sequence[Sequence[str]]) -> list[str]:
     """The columns' names, joined from several header rows."""
     columns = zip_longest(*rows, fillvalue="")
     return [" ".join(dict.fromkeys(filter(None, column))) for column in columns]
-
-
-def _is_scale(header: Sequence[str], below: Sequence[str] = ()) -> bool:
-    """Whether a header ends with rising numbers, as in `Hour | 6 | 12 | 18`, or with dates that have no dates below."""
-    values = list(filter(VALUE.fullmatch, header))
-    if len(values) < 2 or header[0] in values or list(filter(None, header))[-len(values) :] != values:
-        return False
-    if any(map(DATE.fullmatch, values)):
-        return all(map(DATE.fullmatch, values)) and not any(map(DATE.fullmatch, below[1:]))
-    sizes = [(int(number[0]), value[number.end() :]) for value in values if (number := INTEGER.search(value))]
-    return all(size < following for size, following in pairwise(sizes))
 
 
 def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, header_rows: int = 0) -> str:
@@ -270,13 +267,16 @@ def _first_row_has_names(rows: Sequence[Sequence[str]], has_header: bool) -> boo
 
     has_header: the document marks a header; else figures must be frequent in a column below.
     """
-    if len(rows) <= MIN_ROWS or len(rows[0]) < MIN_COLUMNS:
-        return False
-    header, *rest = rows
-    if len(set(header)) < len(header) or not all(header[1:]) or max(map(len, header)) > MAX_NAME:
-        return False
+    header, *rest = rows or [[]]
     columns = list(zip(*rest, strict=True))
-    if not all(map(any, columns)):  # a name without a value would be lost
+    is_complete = len(rest) >= MIN_ROWS and len(header) >= MIN_COLUMNS and all(header[1:])
+    # A name without a value would be lost.
+    if (
+        not is_complete
+        or len(set(header)) < len(header)
+        or max(map(len, header)) > MAX_NAME
+        or not all(map(any, columns))
+    ):
         return False
     if not any(map(_has_digit, header)):
         return has_header or any(2 * sum(map(_has_digit, column)) > len(rest) for column in columns)
@@ -307,49 +307,38 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     with open_archive(path) as archive:
         if any(COMMENTS.match(name) for name in archive.namelist()):
             notes.append("the comments on its cells were not read")
-        workbook = load_workbook(path, read_only=True, data_only=True, keep_links=False)
-    try:
+    with closing(load_workbook(path, read_only=True, data_only=True, keep_links=False)) as workbook:
         for sheet in workbook.worksheets:
             is_one_of_many = len(workbook.worksheets) > 1
             prefix, named = (f"{sheet.title}, ", f"Sheet: {sheet.title}\n") if is_one_of_many else ("", "")
             sheet.reset_dimensions()  # some programs write `A1` for any sheet, and no more would be read
-            rows = (
-                [_cell_as_shown(cell.value, cell.number_format) for cell in row] for row in sheet.iter_rows()
-            )
             with sheet._get_source() as source:  # what openpyxl leaves out of large sheets
                 markup = source.read()
             merged = [range_boundaries(cells.decode()) for cells in MERGED.findall(markup)]
             uncomputed += len(UNCOMPUTED.findall(markup))
+            rows = ([_as_shown(cell.value, cell.number_format) for cell in row] for row in sheet.iter_rows())
             spread = spread_cells(_sheet_cells(rows, merged)) if merged else rows
             yield from ((named + text, location) for text, location in table_rows(spread, prefix))
-    finally:
-        workbook.close()
     if uncomputed:
-        notes.append(
-            f"{uncomputed} formulas have no stored value, and were left out: open and save it in Excel or LibreOffice"
-        )
+        advice = "open and save it in Excel or LibreOffice"
+        notes.append(f"{uncomputed} formulas have no stored value, and were left out: {advice}")
 
 
-def _sheet_cells(
-    rows: Iterable[list[str]], merged: Iterable[tuple[int, int, int, int]]
-) -> Iterator[list[Cell]]:
+def _sheet_cells(rows: Iterable[list[str]], merged: Iterable[Sequence[int]]) -> Iterator[list[Cell]]:
     """merged: (first column, first row, last column, last row) of each merged cell, from 1."""
     sizes = {(top, left): (1 + right - left, 1 + bottom - top) for left, top, right, bottom in merged}
     covered_until = dict[int, int]()  # rows by columns
     for number, row in enumerate(rows, start=1):
-        cells, column = list[Cell](), 1
-        while column <= len(row):
-            if covered_until.get(column, 0) >= number:
-                column += 1
-                continue
-            width, height = sizes.get((number, column), (1, 1))
-            cells.append(Cell(row[column - 1], width, height))
-            covered_until |= dict.fromkeys(range(column, column + width), number + height - 1)
-            column += width
+        cells = list[Cell]()
+        for column, text in enumerate(row, start=1):
+            if covered_until.get(column, 0) < number:
+                width, height = sizes.get((number, column), (1, 1))
+                cells.append(Cell(text, width, height))
+                covered_until |= dict.fromkeys(range(column, column + width), number + height - 1)
         yield cells
 
 
-def _cell_as_shown(value: Any, number_format: str) -> str:
+def _as_shown(value: Any, number_format: str) -> str:
     """A cell as the sheet shows it, except that dates are in ISO format and thousands have no separators."""
     if value is None:
         return ""
@@ -384,9 +373,8 @@ def _number_text(number: float, number_format: str) -> str:
     rest = rest[:decimals] + rest[decimals:].rstrip("0")
     before, after = (SHOWN.sub(_shown_part, read[part]) for part in ("before", "after"))
     digits = f"{whole.zfill(read['whole'].count('0'))}{'.' if rest else ''}{rest}"
-    return " ".join(
-        f"{'-' if number < 0 else ''}{before.lstrip(' +' if number < 0 else None)}{digits}{after}".split()
-    )
+    before = f"-{before.lstrip(' +')}" if number < 0 else before
+    return " ".join(f"{before}{digits}{after}".split())
 
 
 def _shown_part(part: re.Match[str]) -> str:

@@ -30,7 +30,7 @@ LATEX_SETTING = re.compile(
 )
 LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
 LATEX_SUPER_OR_SUB = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
-
+MAIL_HEADERS = ("From", "To", "Cc", "Date", "Subject")
 # Of Markdown.
 FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*\n(?:.+\n)*?---$", re.MULTILINE)
 
@@ -108,20 +108,13 @@ def notebook_sections(text: str) -> Iterator[Part]:
     """A Jupyter notebook as Markdown: texts, code and the text of its outputs."""
     blocks = list[str]()
     for cell in json.loads(text).get("cells", []):
-        source = _joined(cell.get("source"))
-        if cell.get("cell_type") != "code":
-            blocks.append(source)
-            continue
-        outputs = (
-            _joined(out.get("text") or out.get("data", {}).get("text/plain"))
-            for out in cell.get("outputs", [])
-        )
-        blocks += [f"```\n{shown}\n```" for shown in [source, *filter(str.strip, outputs)]]
+        texts = [cell.get("source")]
+        is_code = cell.get("cell_type") == "code"
+        for output in cell.get("outputs", []) if is_code else ():
+            texts.append(output.get("text") or output.get("data", {}).get("text/plain"))
+        shown = ["".join(each) if isinstance(each, list) else str(each or "") for each in texts]
+        blocks += [f"```\n{each}\n```" for each in shown if each.strip()] if is_code else shown
     return markdown_sections("\n\n".join(blocks))
-
-
-def _joined(lines: Any) -> str:
-    return "".join(lines) if isinstance(lines, list) else str(lines or "")
 
 
 def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
@@ -134,11 +127,9 @@ def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
         contents = list(_contents(message, path, notes))
         names = [name for _, name in contents if name]
         attached += names
-        headers = [
-            f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]
-        ]
-        headers += [f"Attachments: {', '.join(names)}"] if names else []
-        yield "\n".join([*headers, "", "\n\n".join(text for text, _ in contents if text)]), place
+        lines = [f"{name}: {message[name]}" for name in MAIL_HEADERS if message[name]]
+        lines += [f"Attachments: {', '.join(names)}"] if names else []
+        yield "\n".join([*lines, "", "\n\n".join(text for text, _ in contents if text)]), place
     if attached:
         notes.append(f"attachments were not read: {shortened(attached)}")
 
