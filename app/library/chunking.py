@@ -4,7 +4,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ragblend.app.library.documents import DocumentPassage, node_id
 from ragblend.app.library.readers import DocumentPart
@@ -31,10 +31,7 @@ CountTokens = Callable[[str], int]
 
 
 def cut_document(
-    document: str,
-    parts: Sequence[DocumentPart],
-    count_tokens: CountTokens,
-    chunk_tokens: int,
+    document_id: str, parts: Sequence[DocumentPart], count_tokens: CountTokens, chunk_tokens: int
 ) -> list[DocumentPassage]:
     """Split at sentences with LlamaIndex's SentenceSplitter, across pages and sections; split tables at their rows.
 
@@ -46,24 +43,22 @@ def cut_document(
         texts = [splitter.with_repeated_headers(part) for part in parts]
         text = SEPARATOR.join(texts)
         part_starts = [0, *accumulate(len(each) + len(SEPARATOR) for each in texts)][: len(parts)]
-        pieces, locations = list[str](), list[str]()
+        found = list[tuple[str, str]]()  # text and location
         for block_start, block_stop in blocks(text):
-            block = text[block_start:block_stop]
-            block_pieces = splitter.split(block, chunk_tokens)
-            for start, end in locate(block, block_pieces):
-                first = bisect_right(part_starts, block_start + start) - 1
-                stop = bisect_right(part_starts, block_start + end)
-                locations.append(_span(part.location for part in parts[first:stop]))
-            pieces += block_pieces
-            if len(pieces) > MAX_PASSAGES:
+            pieces = splitter.split(block := text[block_start:block_stop], chunk_tokens)
+            for piece, span in zip(pieces, locate(block, pieces), strict=True):
+                first, stop = (bisect_right(part_starts, block_start + at) for at in span)
+                found.append((piece, _span(part.location for part in parts[first - 1 : stop])))
+            if len(found) > MAX_PASSAGES:
                 raise OversizedDocumentError(
                     f"Cutting a document of {len(text):,} characters: it has more than {MAX_PASSAGES:,} passages of "
                     f"{chunk_tokens} tokens, the limit. Split it into parts, or raise `chunk_tokens`."
                 )
-    named = [location or f"part {n} of {len(pieces)}" for n, location in enumerate(locations, start=1)]
     return [
-        DocumentPassage(node_id(document, index, piece), document, index, piece, location)
-        for index, (piece, location) in enumerate(zip(pieces, named, strict=True))
+        DocumentPassage(
+            node_id(document_id, n, piece), document_id, n, piece, place or f"part {n + 1} of {len(found)}"
+        )
+        for n, (piece, place) in enumerate(found)
     ]
 
 
@@ -90,12 +85,11 @@ class _Splitter:
         )
         # The splitter counts a piece with the space before it, which it then removes: without the space, the first word
         # may have more tokens.
-        pieces = ((piece, self._count(piece)) for piece in splitter.split_text(text))
-        return [
-            each
-            for piece, tokens in pieces
-            for each in ([piece] if tokens <= limit else self.split(piece, tokens // 2 + 1))
-        ]
+        found = list[str]()
+        for piece in splitter.split_text(text):
+            tokens = self._count(piece)
+            found += [piece] if tokens <= limit else self.split(piece, tokens // 2 + 1)
+        return found
 
     def _paragraphs_or_sentences(self, text: str) -> list[str]:
         """The text's paragraphs, each with its heading; if it is a single paragraph, its sentences."""
@@ -156,13 +150,11 @@ class _Splitter:
 def _merge_if(pieces: Sequence[str], belongs: Callable[[str, str], bool]) -> list[str]:
     """The pieces, of which those that belong to the one before them are appended to it."""
     found = list[str]()
-    last = ""
-    for piece in pieces:
+    for last, piece in pairwise(["", *pieces]):
         if found and belongs(last, piece):
             found[-1] += piece
         elif piece:
             found.append(piece)
-        last = piece
     return found
 
 

@@ -134,6 +134,11 @@ def shortened(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + more
 
 
+def note_names(notes: list[str], what: str, names: Sequence[str]) -> None:
+    """Add a sentence on these pages or files to the notes on a document, if there are any."""
+    notes += [f"{what}: {shortened(names)}"] if names else []
+
+
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8")).hexdigest()
 

@@ -63,7 +63,7 @@ def located_pages(path: Path, text: str, location: str, part: Span | None, _: On
     Runs in the sandbox. Raises DocumentError, and whatever pdfium raises for a file that it cannot read.
     """
     with open_pdf(path) as (document, _reader):
-        labels = [page_label(document, number) for number in range(len(document or ()))]
+        labels = [page_label(document, number) for number in range(len(document))]
         runs = _page_numbers(labels, location) if labels else []
         found = next(filter(None, (_page_images(document, text, part, numbers) for numbers in runs)), ())
         first = runs[0][0] if runs else 1
@@ -73,7 +73,7 @@ def located_pages(path: Path, text: str, location: str, part: Span | None, _: On
 def unmarked_page(path: Path, number: int, _: OnPage) -> dict[str, Any]:
     """One page (from 1; or the nearest one that exists), in the form of `located_pages`. Runs in the sandbox."""
     with open_pdf(path) as (document, _reader):
-        count = len(document or ())
+        count = len(document)
         number = max(1, min(number, count))
         pages = [_image(document, number, ()).as_json()] if count else []
         return {"pages": pages, "count": count, "first": number}
@@ -110,10 +110,9 @@ def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator
     with open_pdf(path) as (document, _reader):
         for number in numbers:
             picture = None
-            if document is not None:
-                with suppress(PdfiumError), closing(document[number - 1]) as page:
-                    fitting = min(scale, MAX_PICTURE_SIDE / max(page.get_size()))
-                    picture = page.render(scale=fitting).to_numpy()[..., :3].copy()
+            with suppress(PdfiumError), closing(document[number - 1]) as page:
+                fitting = min(scale, MAX_PICTURE_SIDE / max(page.get_size()))
+                picture = page.render(scale=fitting).to_numpy()[..., :3].copy()
             yield picture
 
 

@@ -6,15 +6,14 @@ pypdf also gives a page's text where pdfium finds none. Pages that neither can r
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.library.documents import shortened
+from ragblend.app.library.documents import note_names
 from ragblend.app.library.pdf_tables import TableFinder
 from ragblend.app.library.sandbox import OnPage
 from ragblend.kvstore.errors import (
-    DocumentError,
     EncryptedDocumentError,
     OversizedDocumentError,
     UnreadableDocumentError,
@@ -42,7 +41,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
 
     begun, damaged, maybe_divided = time.monotonic(), list[str](), list[str]()
     with open_pdf(path) as (document, reader), closing(TableFinder(path, document)) as tables:
-        count = len(document) if document is not None else len(reader.pages)
+        count = len(document)
         for number in range(count):
             on_page(number, count)
             if time.monotonic() - begun > MAX_SECONDS:
@@ -59,7 +58,8 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                 except MemoryError:
                     raise
                 except LimitReachedError as error:
-                    raise _pypdf_error(path, error) from error
+                    what = f"a part of the PDF is suspiciously large ({error})"
+                    raise OversizedDocumentError(f"Reading {path}: {what}. {PRINT_ADVICE}") from error
                 except Exception:  # pypdf raises anything for a damaged page
                     text = text if any(map(str.isprintable, text or "")) else None
             elif text:
@@ -72,41 +72,43 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
             notes.append("values of forms and remarks, if it has any, could not be read")
     if damaged and len(damaged) == count:
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_ADVICE}")
-    if damaged:
-        notes.append(f"the text of these pages is damaged and was left out: {shortened(damaged)}")
-    if maybe_divided:
-        notes.append(
-            f"words may be divided on these pages, whose fonts lack widths or letters: {shortened(maybe_divided)}"
-        )
+    note_names(notes, "the text of these pages is damaged and was left out", damaged)
+    note_names(
+        notes, "words may be divided on these pages, whose fonts lack widths or letters", maybe_divided
+    )
 
 
 @contextmanager
 def open_pdf(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Open a PDF with pdfium and with pypdf; None for the one that cannot open it.
+    """Open a PDF with pdfium and with pypdf; None for the latter, which reads its forms, if it cannot open it.
 
-    Raises Encrypted-, Oversized- or UnreadableDocumentError if neither can.
+    Raises Encrypted-, Oversized- or UnreadableDocumentError.
     """
-    import pypdfium2
     from pypdf import PdfReader
+    from pypdfium2 import PdfDocument, PdfiumError, raw
 
-    with ExitStack() as stack:
-        document = reader = None
-        with suppress(pypdfium2.PdfiumError):
-            document = stack.enter_context(closing(pypdfium2.PdfDocument(path)))
-        try:
-            reader = PdfReader(stack.enter_context(path.open("rb")))
-            pages = len(reader.pages)  # a PDF whose password is empty opens like any other
-        except MemoryError:
-            raise
-        except Exception as error:  # pypdf raises anything for a damaged file
-            reader = None
-            if document is None:
-                raise _pypdf_error(path, error) from error
-        pages = len(document) if document is not None else pages
-        if pages > MAX_PAGES:
+    try:
+        document = PdfDocument(path)
+    except PdfiumError as error:
+        if error.err_code in {raw.FPDF_ERR_PASSWORD, raw.FPDF_ERR_SECURITY}:
+            advice = "Save it without one, for example with `qpdf --decrypt --password=... in.pdf out.pdf`."
+            raise EncryptedDocumentError(f"Reading {path}: it needs a password. {advice}") from error
+        raise UnreadableDocumentError(
+            f"Reading {path}: the PDF is damaged ({error}). {PRINT_ADVICE}"
+        ) from error
+    with closing(document), path.open("rb") as file:
+        if (pages := len(document)) > MAX_PAGES:
             raise OversizedDocumentError(
                 f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it."
             )
+        reader = None
+        try:
+            reader = PdfReader(file)
+            len(reader.pages)  # a PDF whose password is empty opens like any other
+        except MemoryError:
+            raise
+        except Exception:  # pypdf raises anything for a damaged file
+            reader = None
         yield document, reader
 
 
@@ -120,15 +122,13 @@ def _is_unreadable(text: str | None) -> bool:
 
 def page_label(document: Any, number: int) -> str:
     """The document's own label of a page (from 0), or its number from 1."""
-    return (document.get_page_label(number) if document is not None else "") or str(number + 1)
+    return document.get_page_label(number) or str(number + 1)
 
 
 def _pdfium_text(document: Any, number: int) -> str | None:
     """The page's text, which may be empty; None if pdfium cannot read the page."""
     from pypdfium2 import PdfiumError
 
-    if document is None:
-        return None
     with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
         # The bounded text may join cells of one letter, as in `Ajax512`; the other text lacks characters beyond UCS-2.
         bounded, text = (str(each) for each in (textpage.get_text_bounded(), textpage.get_text_range()))
@@ -143,7 +143,7 @@ def _without_spaces(text: str) -> str:
 
 def _form_values(reader: "PdfReader | None", number: int) -> list[str]:
     """The values of a page's form fields, as `label: value`, and the remarks on the page."""
-    lines: list[str] = []
+    lines = list[str]()
     if reader is None:
         return lines
     with suppress(Exception):  # pypdf raises anything for a damaged form, which is left out
@@ -172,17 +172,3 @@ def _value(field: Any) -> str:
     names = {str(each[0]): each[1] for each in options if isinstance(each, list) and len(each) > 1}
     values = value if isinstance(value, list) else [value]
     return ", ".join(str(names.get(str(each), each)).removeprefix("/") for each in values)
-
-
-def _pypdf_error(path: Path, error: Exception) -> DocumentError:
-    from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError
-
-    if isinstance(error, FileNotDecryptedError | DependencyError):  # pdfium could not open it either
-        return EncryptedDocumentError(
-            f"Reading {path}: it needs a password. Save it without one, for example with "
-            "`qpdf --decrypt --password=... in.pdf out.pdf`."
-        )
-    is_large = isinstance(error, LimitReachedError)
-    what = "a part of the PDF is suspiciously large" if is_large else "the PDF is damaged"
-    kind = OversizedDocumentError if is_large else UnreadableDocumentError
-    return kind(f"Reading {path}: {what} ({error}). {PRINT_ADVICE}")

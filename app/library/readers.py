@@ -6,13 +6,13 @@ rejected: they load a PDF three times and hide why it failed, and join table cel
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.library.documents import SCANNED, shortened
+from ragblend.app.library.documents import SCANNED, note_names
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.epub import epub_chapters
 from ragblend.app.library.file_checks import check_content, check_file
@@ -91,38 +91,33 @@ def read_document(
     libraries = known.libraries if (known := FORMATS.get(path.suffix.lower())) else ()
     found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
     parts, notes = list(starmap(DocumentPart, found["parts"])), list(found["notes"])
-    empty, garbled = found["empty"], found["garbled"]
-    illegible = sorted([*empty, *garbled])
-    recognised = []
+    illegible, texts = sorted([*found["empty"], *found["garbled"]]), dict[int, str]()
     if illegible and can_recognise():
         pages = recognition.pages(path, [number + 1 for number in illegible], on_page)
-        texts = {number - 1: clean(text) for number, text in pages}
-        recognised = [number for number in illegible if texts[number]]
-        for number in recognised:
-            filled_in = parts[number].text if number in empty else ""
-            parts[number] = DocumentPart(f"{texts[number]}\n{filled_in}".strip(), parts[number].location)
-    unread = [number for number in illegible if number not in recognised]
-    notes += _notes_on_pages(parts, recognised, unread, garbled)
+        texts = {number - 1: text for number, page in pages if (text := clean(page))}
+    for number, text in texts.items():
+        filled_in = parts[number].text if number in found["empty"] else ""
+        parts[number] = DocumentPart(f"{text}\n{filled_in}".strip(), parts[number].location)
+    _note_pages(notes, parts, texts, [n for n in illegible if n not in texts], found["garbled"])
     parts = [part for part in parts if part.text]
     if not parts:
         raise EmptyDocumentError(_no_text_message(path))
     return DocumentText(parts, tuple(dict.fromkeys(" ".join(clean(note).split()) for note in notes)))
 
 
-def _notes_on_pages(
-    parts: Sequence[DocumentPart], recognised: Sequence[int], unread: Sequence[int], garbled: Sequence[int]
-) -> list[str]:
-    """Notes on a PDF's pages (from 0) without legible text: those recognised from pictures, and the unread ones."""
-    doubtful = [number for number in unread if number in garbled]
-    pages = [("the text of these pages was recognised from pictures", recognised)]
-    pages += [("the text of these pages may be unreadable, as their fonts are broken", doubtful)]
-    if not can_recognise():
-        hint, left = f"; if they are scans, `{install_hint('ocr')}`", [n for n in unread if n not in doubtful]
-        empty, partly = ([n for n in left if bool(parts[n].text) == has_text] for has_text in (False, True))
-        pages += [(f"these pages have no text, and were left out{hint}", empty)]
-        pages += [(f"of these pages only remarks and form values were read{hint}", partly)]
-    named = ((what, [parts[number].location for number in numbers]) for what, numbers in pages if numbers)
-    return [f"{what}: {shortened(locations)}" for what, locations in named]
+def _note_pages(
+    notes: Notes, parts: list[DocumentPart], recognised: Iterable[int], unread: list[int], garbled: list[int]
+) -> None:
+    """Note a PDF's pages (from 0) without legible text: those recognised from pictures, and the unread ones."""
+    left = [] if can_recognise() else [number for number in unread if number not in garbled]
+    hint = f"; if they are scans, `{install_hint('ocr')}`"
+    for what, numbers in (
+        ("the text of these pages was recognised from pictures", recognised),
+        ("the text of these pages may be unreadable, as their fonts are broken", set(unread) & set(garbled)),
+        (f"these pages have no text, and were left out{hint}", [n for n in left if not parts[n].text]),
+        (f"of these pages only remarks and form values were read{hint}", [n for n in left if parts[n].text]),
+    ):
+        note_names(notes, what, [parts[number].location for number in sorted(numbers)])
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.library.documents import shortened
+from ragblend.app.library.documents import note_names
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.html_text import html_sections, super_or_subscript
 from ragblend.kvstore.errors import UnreadableDocumentError
@@ -130,8 +130,7 @@ def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
         lines = [f"{name}: {message[name]}" for name in MAIL_HEADERS if message[name]]
         lines += [f"Attachments: {', '.join(names)}"] if names else []
         yield "\n".join([*lines, "", "\n\n".join(text for text, _ in contents if text)]), place
-    if attached:
-        notes.append(f"attachments were not read: {shortened(attached)}")
+    note_names(notes, "attachments were not read", attached)
 
 
 def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from xml.etree.ElementTree import Element, ParseError
 
-from ragblend.app.library.documents import shortened
+from ragblend.app.library.documents import note_names
 from ragblend.app.library.encodings import REPLACEMENT, decode
 from ragblend.app.library.file_checks import archive_xml, open_archive
 from ragblend.app.library.html_text import CONTINUES_ABOVE, KEPT_SPACE, html_sections, inline_markup
@@ -70,11 +70,10 @@ def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
     with open_archive(path) as archive:
         document = _OfficeDocument(archive)
         html = document.word_html(path)
-        if document.left_out:
-            notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
-        if document.unknown_fonts:
-            fonts = shortened(sorted(document.unknown_fonts))
-            notes.append(f"signs of these fonts were replaced by {REPLACEMENT}: {fonts}")
+        note_names(notes, "what is embedded was not read", sorted(document.left_out))
+        note_names(
+            notes, f"signs of these fonts were replaced by {REPLACEMENT}", sorted(document.unknown_fonts)
+        )
         return html_sections(html)
 
 
@@ -87,10 +86,9 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
         document = _OfficeDocument(archive)
         (main,) = _relations(archive, "", "officeDocument").values()
         slides = _relations(archive, main, "/slide")
-        ids = [
-            id_ for each in archive_xml(archive, main).iterfind(".//{*}sldId") for id_ in each.attrib.values()
-        ]
-        for at, name in enumerate((slides[each] for each in ids if each in slides), start=1):
+        listed = [each.attrib.values() for each in archive_xml(archive, main).iterfind(".//{*}sldId")]
+        names = [slides[id_] for id_ in chain.from_iterable(listed) if id_ in slides]
+        for at, name in enumerate(names, start=1):
             texts = [document.part_text(name)]
             for notes_page in _relations(archive, name, "notesSlide").values():
                 texts += [f"Notes: {text}"] if (text := document.part_text(notes_page)) else []
@@ -98,23 +96,19 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
             empty += [] if any(texts) else [str(at)]
             document.left_out.clear()
             yield "\n".join(texts).strip(), f"slide {at}"
-    if unread:
-        notes.append(f"charts or objects on these slides were not read: {shortened(unread)}")
-    if empty:
-        notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
+    note_names(notes, "charts or objects on these slides were not read", unread)
+    note_names(notes, "these slides have no text, and were left out", empty)
 
 
 def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> dict[str, str]:
     """The members that a part of a package (or "", the package) refers to, by the ids of these relations."""
     folder, name = posixpath.split(part)
     listed = posixpath.join(folder, "_rels", f"{name}.rels")
-    return {
-        item.get("Id", ""): posixpath.normpath(posixpath.join("/", folder, item.get("Target", ""))).lstrip(
-            "/"
-        )
-        for item in (archive_xml(archive, listed) if listed in archive.namelist() else ())
-        if item.get("Type", "").endswith(kind)
+    items = archive_xml(archive, listed) if listed in archive.namelist() else ()
+    found = {
+        item.get("Id", ""): item.get("Target", "") for item in items if item.get("Type", "").endswith(kind)
     }
+    return {id_: posixpath.normpath(posixpath.join("/", folder, target))[1:] for id_, target in found.items()}
 
 
 class _OfficeDocument:
@@ -154,9 +148,8 @@ class _OfficeDocument:
         root, relations = archive_xml(self._archive, name), _relations(self._archive, name)
         shapes = [each for each in root.iter() if local_name(each) == "sp"]
         notes = [sp for sp in shapes if any(xml_attribute(each, "type") == "body" for each in sp.iter())]
-        html = "".join(
-            self._part_html(node, relations) for node in (notes if local_name(root) == "notes" else [root])
-        )
+        nodes = notes if local_name(root) == "notes" else [root]
+        html = "".join(self._part_html(node, relations) for node in nodes)
         html = INDENTATION.sub(lambda found: found[0].replace("\t", " " * 4).replace(" ", KEPT_SPACE), html)
         return "\n\n".join(text for text, _ in html_sections(html)).strip()
 
@@ -219,15 +212,12 @@ class _OfficeDocument:
             styles += [style, xml_child(style, "pPr")]
             ids.append(child_val(style, "basedOn"))
         lists = [xml_child(each, "numPr") for each in styles]
-        list_id, level = (
-            next(filter(None, (child_val(each, key) for each in lists)), "") for key in ("numId", "ilvl")
-        )
+        values = ([child_val(each, key) for each in lists] for key in ("numId", "ilvl"))
+        list_id, level = (next(filter(None, each), "") for each in values)
         label = self._numbering.next_label(list_id, level, ids)
         has_text = any(local_name(each) == "t" and (each.text or "").strip() for each in node.iter())
-        if has_text and any(
-            child_val(each, "outlineLvl") in set("012345678") or HEADING.match(child_val(each, "name"))
-            for each in styles
-        ):
+        levels, names = ({child_val(each, key) for each in styles} for key in ("outlineLvl", "name"))
+        if has_text and (levels & set("012345678") or any(map(HEADING.match, names))):
             return "h1", label
         if label:
             return "div", label if has_text else ""
@@ -293,11 +283,8 @@ def _chart_tables(plot: Element) -> str:
     """The categories or x values of a chart, with the values of each series. Series with other x values get a table of
     their own.
     """
-    html = ""
-    for x_values, group in groupby(
-        (each for each in plot if local_name(each) == "ser"),
-        key=lambda each: _points(xml_child(each, "xVal")),
-    ):
+    html, every = "", [each for each in plot if local_name(each) == "ser"]
+    for x_values, group in groupby(every, key=lambda each: _points(xml_child(each, "xVal"))):
         series = list(group)
         columns = [x_values or _points(xml_child(series[0], "cat"))]
         columns += [_points(xml_child(each, "val", "yVal"), is_number=True) for each in series]
@@ -337,8 +324,7 @@ def _formula(element: Element) -> str:
     if name == "t":
         return escape(element.text or "")
     parts = [(local_name(part), _formula(part)) for part in element]
-    signs = {
-        local_name(each): escape(xml_attribute(each, "val")) for each in xml_child(element, f"{name}Pr") or ()
-    }
+    settings = [each for part in element if local_name(part) == f"{name}Pr" for each in part]
+    signs = {local_name(each): escape(xml_attribute(each, "val")) for each in settings}
     everything = MATH_SEPARATORS.get(name, "").join(html for part, html in parts if not part.endswith("Pr"))
     return MATH.get(name, "{all}").format_map(MATH_DEFAULTS | signs | dict(parts) | {"all": everything})
