@@ -63,6 +63,7 @@ MATH = {name: f"<{tag}>{{all}}</{tag}>" for name, tag in MATH_NAMES.items()} | {
 MATH_DEFAULTS = {"chr": "∫", "begChr": "(", "endChr": ")"}
 MATH_DEFAULTS |= dict.fromkeys(("none", "sub", "sup", "deg", "e", "fName"), "<mrow></mrow>")
 MATH_SEPARATORS = {"eqArr": "; ", "d": ", "}
+Relations = dict[str, str]  # the members that a part of an archive refers to, by the ids of these relations
 
 
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
@@ -100,8 +101,8 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
     note_names(notes, "these slides have no text, and were left out", empty)
 
 
-def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> dict[str, str]:
-    """The members that a part of a package (or "", the package) refers to, by the ids of these relations."""
+def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> Relations:
+    """The relations of a part of a package, or of the package (""); of one kind, or all."""
     folder, name = posixpath.split(part)
     listed = posixpath.join(folder, "_rels", f"{name}.rels")
     items = archive_xml(archive, listed) if listed in archive.namelist() else ()
@@ -115,8 +116,8 @@ class _OfficeDocument:
     """The parts of a DOCX by the names of their root elements; those of a PPTX are read one by one."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
-        self._archive, self._relations = archive, dict[str, str]()
-        self._parts = defaultdict[str, list[tuple[Element, dict[str, str]]]](list)
+        self._archive = archive
+        self._parts = defaultdict[str, list[tuple[Element, Relations]]](list)
         for name in archive.namelist():
             if name.lower().endswith(".xml") and not WITHOUT_TEXT.search(name):
                 root = archive_xml(archive, name)
@@ -131,16 +132,16 @@ class _OfficeDocument:
             for note, relations in self._children(kind)
         }
 
-    def _children(self, kind: str) -> list[tuple[Element, dict[str, str]]]:
+    def _children(self, kind: str) -> list[tuple[Element, Relations]]:
         return [(each, relations) for root, relations in self._parts[kind] for each in root]
 
     def word_html(self, path: Path) -> str:
         """Headers, the body and footers, each part once. Raises DocumentError."""
         if not self._parts["document"]:
             raise UnreadableDocumentError(f"Reading {path}: it has no text part. Save it again in Word.")
-        out = [self._part_html(*part) for kind in ("hdr", "document", "ftr") for part in self._parts[kind]]
+        out = [self._html(*part) for kind in ("hdr", "document", "ftr") for part in self._parts[kind]]
         while self._notes:  # the remaining ones, to which nothing refers, unless another of them does
-            out.append(self._part_html(*self._notes.pop(next(iter(self._notes)))))
+            out.append(self._html(*self._notes.pop(next(iter(self._notes)))))
         return "".join(out)
 
     def part_text(self, name: str) -> str:
@@ -149,18 +150,12 @@ class _OfficeDocument:
         shapes = [each for each in root.iter() if local_name(each) == "sp"]
         notes = [sp for sp in shapes if any(xml_attribute(each, "type") == "body" for each in sp.iter())]
         nodes = notes if local_name(root) == "notes" else [root]
-        html = "".join(self._part_html(node, relations) for node in nodes)
+        html = "".join(self._html(node, relations) for node in nodes)
         html = INDENTATION.sub(lambda found: found[0].replace("\t", " " * 4).replace(" ", KEPT_SPACE), html)
         return "\n\n".join(text for text, _ in html_sections(html)).strip()
 
-    def _part_html(self, node: Element, relations: dict[str, str]) -> str:
+    def _html(self, node: Element, relations: Relations) -> str:
         """A part, or an element of it, with the relations of that part."""
-        outer, self._relations = self._relations, relations
-        html = self._html(node)
-        self._relations = outer
-        return html
-
-    def _html(self, node: Element) -> str:
         name = local_name(node)
         if name in LEFT_OUT or (name == "tc" and xml_attribute(node, "hMerge") in TRUE_VALUES):
             for each in node.iter() if name == "del" else ():  # its notes are deleted, too
@@ -173,7 +168,7 @@ class _OfficeDocument:
         if name == "oMath":
             return _formula(node)
         if note := self._notes.pop((NOTES.get(name, ""), xml_attribute(node, "id")), None):
-            return f" ({inline_markup(self._part_html(*note))}) "
+            return f" ({inline_markup(self._html(*note))}) "
         if name == "sym" and (code := xml_attribute(node, "char")):  # on a slide, `sym` is the name of a font
             sign = font_character(font := xml_attribute(node, "font"), int(code, 16))
             self.unknown_fonts |= set() if sign else {font}
@@ -185,14 +180,14 @@ class _OfficeDocument:
         if name == "docPr":  # of a picture
             return f" {escape(node.get('descr', ''))} "
         if _is_related(node):
-            return self._related_html(node)
+            return self._related_html(node, relations)
         if name.endswith("Chart") and xml_child(node, "ser") is not None:
             return _chart_tables(node)
         if name == "AlternateContent" and len(node):
-            html = self._html(next(filter(_has_content, node), node[0]))
+            html = self._html(next(filter(_has_content, node), node[0]), relations)
             return html if inline_markup(html) else ""  # an empty box would divide a paragraph
         tag, label = self._tag(node, name)
-        content = f"{escape(label)} " * bool(label) + "".join(map(self._html, node))
+        content = f"{escape(label)} " * bool(label) + "".join(self._html(each, relations) for each in node)
         return f"<{tag}{_spans(node) if name == 'tc' else ''}>{content}</{tag}>" if tag else content
 
     def _tag(self, node: Element, name: str) -> tuple[str, str]:
@@ -233,16 +228,16 @@ class _OfficeDocument:
         found = next((each for each in aligned if each is not None), None)
         return SCRIPT_TAGS.get(xml_attribute(found, "val"), "")
 
-    def _related_html(self, node: Element) -> str:
+    def _related_html(self, node: Element, relations: Relations) -> str:
         """Another part: a chart, a diagram, an embedded document of HTML or plain text."""
-        name = next((target for id_ in node.attrib.values() if (target := self._relations.get(id_))), "")
+        name = next((target for id_ in node.attrib.values() if (target := relations.get(id_))), "")
         kind = posixpath.splitext(name.lower())[1]
         if name in self._archive.namelist() and local_name(node) not in EMBEDDED:
             with suppress(ParseError, ValueError):  # broken, or with entities
                 root = archive_xml(self._archive, name) if kind == ".xml" else None
                 if root is not None and not NEWER_CHART.match(root.tag):
                     # Without its relations: parts that refer to each other would be read forever.
-                    return self._part_html(root, {})
+                    return self._html(root, {})
             if kind in {".htm", ".html", ".xhtml", ".txt"}:
                 text = decode(self._archive.read(name), Path(name))
                 return f"<pre>{escape(text)}</pre>" if kind == ".txt" else f"<div>{text}</div>"
