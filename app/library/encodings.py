@@ -70,9 +70,8 @@ def _guessed_encoding(data: bytes, path: Path) -> str:
         of_web = detect(data, encoding_era=EncodingEra.MODERN_WEB)["encoding"]
         encoding = of_web if of_web in WINDOWS_LATIN else encoding
     if encoding is None:
-        raise UnreadableDocumentError(
-            f"Reading {path}: it is not UTF-8, and no other encoding fits it. Save it as UTF-8 text."
-        )
+        problem = "it is not UTF-8, and no other encoding fits it"
+        raise UnreadableDocumentError(f"Reading {path}: {problem}. Save it as UTF-8 text.")
     return encoding
 
 
@@ -85,11 +84,8 @@ def _wide_encoding(head: bytes) -> str:
     head = head[: len(head) // 4 * 4]
     found = detect(head)["encoding"] or ""
     is_wide = found.upper().startswith(("UTF-16", "UTF-32"))
-    return (
-        found
-        if is_wide and not BINARY.search(head.decode(found, "replace").encode("utf-8", "replace"))
-        else ""
-    )
+    text = head.decode(found, "replace").encode("utf-8", "replace") if is_wide else b""
+    return found if is_wide and not BINARY.search(text) else ""
 
 
 def is_binary(head: bytes) -> bool:

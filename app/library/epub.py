@@ -25,9 +25,7 @@ def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
     with open_archive(path) as archive:
         names = set(archive.namelist())
         if "META-INF/encryption.xml" in names and "META-INF/rights.xml" in names:
-            raise EncryptedDocumentError(
-                f"Reading {path}: the book has copy protection, so its text cannot be read."
-            )
+            raise EncryptedDocumentError(f"Reading {path}: the book has copy protection, and cannot be read.")
         for name in dict.fromkeys(_spine(archive, path)):
             if name in names:
                 yield from html_sections(decode(archive.read(name), path, notes), is_book=True)
@@ -39,9 +37,7 @@ def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
     """The names of the chapters' files, in reading order."""
     package = archive_xml(archive, CONTAINER).find(".//{*}rootfile[@full-path]")
     if package is None:
-        raise UnreadableDocumentError(
-            f"Reading {path}: the book has no list of chapters. Save it again as EPUB."
-        )
+        raise UnreadableDocumentError(f"Reading {path}: the book lists no chapters. Save it again as EPUB.")
     name = package.get("full-path", "")
     root = archive_xml(archive, name)
     items = {item.get("id"): item for item in root.iterfind(".//{*}item")}

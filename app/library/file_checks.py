@@ -53,9 +53,7 @@ def check_file(path: Path) -> str:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise UnreadableDocumentError(
-                f"Reading {path}: it is not a regular file. Give a file or a folder."
-            )
+            raise UnreadableDocumentError(f"Reading {path}: not a regular file. Give a file or a folder.")
         path.open("rb").close()
     except FileNotFoundError as error:
         raise DocumentNotFoundError(f"Reading {path}: there is no such file. Check the path.") from error
@@ -78,18 +76,25 @@ def check_content(path: Path) -> None:
     promised = check_file(path)
     found = _content_type(path)
     if promised in OFFICE_FOLDERS.values() and found == "ole":
-        raise EncryptedDocumentError(
-            f"Reading {path}: it is an encrypted document, or of an old format. Save it as .{promised} without a "
-            "password."
-        )
-    if found == "zip" and promised in ARCHIVES:
-        return  # `open_archive` checks what is in it
+        advice = f"Save it as .{promised} without a password."
+        raise EncryptedDocumentError(f"Reading {path}: it is encrypted, or of an old format. {advice}")
     if found == "zip":
-        found = "zip archive"
-        with suppress(zipfile.BadZipFile, OSError, ValueError), zipfile.ZipFile(path) as archive:
+        found = (
+            promised if promised in ARCHIVES else "zip archive"
+        )  # if it is damaged, `open_archive` says that
+        with (
+            suppress(zipfile.BadZipFile, OSError, ValueError, RuntimeError),
+            zipfile.ZipFile(path) as archive,
+        ):
             found = _archive_type(archive)
     if found != promised:
-        raise _mislabelled(path, promised, found)
+        is_read, kind = (
+            found in KIND_OF.values(),
+            "an older Office document" if found == "ole" else f"a {found}",
+        )
+        advice = f"Rename it to .{found}" if is_read else "Give it its right suffix, or convert it"
+        what = f"its name promises {promised}, but its content is {kind}"
+        raise UnreadableDocumentError(f"Reading {path}: {what}. {advice}.")
 
 
 def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
@@ -104,14 +109,11 @@ def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
 def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open an archive whose members are safe to read: zipfile unpacks no more of a member than the directory says.
 
-    Raises DocumentError if it needs a password, is of another type, or unpacks to far more than its size. Damage to a
-    member is found when that is read.
+    Raises DocumentError if it needs a password or unpacks to far more than its size. Damage to a member is found when
+    that is read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            promised, found = KIND_OF[path.suffix.lower()], _archive_type(archive)
-            if found != promised:
-                raise _mislabelled(path, promised, found)
             _check_directory(path, archive.infolist())
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
@@ -142,16 +144,6 @@ def _archive_type(archive: zipfile.ZipFile) -> str:
         declared = archive.read("mimetype")[:100].decode("ascii", "replace")
         return OPENDOCUMENT.get(declared.rpartition(".")[2].removesuffix("-template"), "zip archive")
     return "docx" if "word/document.xml" in names else "zip archive"
-
-
-def _mislabelled(path: Path, promised: str, found: str) -> UnreadableDocumentError:
-    what = "an older Office document" if found == "ole" else f"a {found}"
-    advice = (
-        f"Rename it to .{found}" if found in KIND_OF.values() else "Give it its right suffix, or convert it"
-    )
-    return UnreadableDocumentError(
-        f"Reading {path}: its name promises {promised}, but its content is {what}. {advice}."
-    )
 
 
 def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:

@@ -91,13 +91,10 @@ def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
     return [list(range(start, stop + 1)) for start, stop in ends.items() if stop - start < MAX_PAGES]
 
 
-def _page_images(
-    document: Any, text: str, part: Span | None, numbers: Sequence[int]
-) -> tuple[PageImage, ...]:
+def _page_images(document: Any, text: str, part: Span | None, numbers: Sequence[int]) -> list[PageImage]:
+    """The pages (from 1) that show the text or its part, which is marked; [] if the text is not on these pages."""
     found = _find_on_pages([document[number - 1] for number in numbers], text, part)
-    return tuple(
-        _image(document, number, spans) for number, spans in zip(numbers, found, strict=False) if spans
-    )
+    return [_image(document, page, spans) for page, spans in zip(numbers, found, strict=False) if spans]
 
 
 def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8] | None]":

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ragblend.app.library.documents import note_names
 from ragblend.app.library.pdf_tables import TableFinder
 from ragblend.app.library.sandbox import OnPage
-from ragblend.kvstore.errors import (
-    EncryptedDocumentError,
-    OversizedDocumentError,
-    UnreadableDocumentError,
-)
+from ragblend.kvstore.errors import EncryptedDocumentError, OversizedDocumentError, UnreadableDocumentError
 
 if TYPE_CHECKING:
     from pypdf import PdfReader
@@ -39,7 +35,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
     """
     from pypdf.errors import LimitReachedError
 
-    begun, damaged, maybe_divided = time.monotonic(), list[str](), list[str]()
+    begun, damaged, divided = time.monotonic(), list[str](), list[str]()
     with open_pdf(path) as (document, reader), closing(TableFinder(path, document)) as tables:
         count = len(document)
         for number in range(count):
@@ -51,7 +47,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                 )
             label, text = page_label(document, number), _pdfium_text(document, number)
             if _is_unreadable(text) and reader is not None:
-                maybe_divided += [label] if text else []
+                divided += [label] if text else []
                 try:
                     pypdf_text = reader.pages[number].extract_text()
                     text = text if _is_unreadable(pypdf_text) else pypdf_text
@@ -73,9 +69,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
     if damaged and len(damaged) == count:
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_ADVICE}")
     note_names(notes, "the text of these pages is damaged and was left out", damaged)
-    note_names(
-        notes, "words may be divided on these pages, whose fonts lack widths or letters", maybe_divided
-    )
+    note_names(notes, "words may be divided on these pages, whose fonts lack widths or letters", divided)
 
 
 @contextmanager
@@ -93,14 +87,10 @@ def open_pdf(path: Path) -> Iterator[tuple[Any, Any]]:
         if error.err_code in {raw.FPDF_ERR_PASSWORD, raw.FPDF_ERR_SECURITY}:
             advice = "Save it without one, for example with `qpdf --decrypt --password=... in.pdf out.pdf`."
             raise EncryptedDocumentError(f"Reading {path}: it needs a password. {advice}") from error
-        raise UnreadableDocumentError(
-            f"Reading {path}: the PDF is damaged ({error}). {PRINT_ADVICE}"
-        ) from error
+        raise UnreadableDocumentError(f"Reading {path}: it is damaged ({error}). {PRINT_ADVICE}") from error
     with closing(document), path.open("rb") as file:
         if (pages := len(document)) > MAX_PAGES:
-            raise OversizedDocumentError(
-                f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it."
-            )
+            raise OversizedDocumentError(f"Reading {path}: {pages} pages, {MAX_PAGES} at most. Split it.")
         reader = None
         try:
             reader = PdfReader(file)

@@ -35,9 +35,8 @@ def rtf_text(path: Path, notes: list[str]) -> list[tuple[str, str]]:
 
     source = HIDDEN_UNTIL_OFF.sub("", _decode_fonts(path.read_bytes().decode("latin-1")))
     source = HIDDEN.sub(r"\\*", source)
-    source = SUPER_OR_SUB.sub(
-        lambda found: found[2] + super_or_subscript(found[1][:3], found[3]), ITEM_NUMBER.sub("", source)
-    )
+    source = ITEM_NUMBER.sub("", source)
+    source = SUPER_OR_SUB.sub(lambda found: found[2] + super_or_subscript(found[1][:3], found[3]), source)
     found = str(rtf_to_text(NOTE.sub(r"{ (\1)}", source), errors="replace"))
     if lost := found.count(REPLACEMENT):
         notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACEMENT}")

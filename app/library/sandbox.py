@@ -185,9 +185,7 @@ def _crash_error(request: _Request, code: int) -> DocumentError:
     if code in {MEMORY_EXIT, -signal.SIGABRT}:
         needs = f"it needs more than {request.memory_bytes // MIB} MiB of memory"
         # pdfium aborts without memory, and the process cannot say why.
-        return _limit_error(
-            request, needs if code == MEMORY_EXIT else f"the parser aborted, maybe as {needs}"
-        )
+        return _limit_error(request, needs if code == MEMORY_EXIT else f"the parser aborted: maybe {needs}")
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UnreadableDocumentError(
         f"Reading {request.path}: the parser crashed ({how}). Open it in its own program and save it again."
@@ -195,9 +193,8 @@ def _crash_error(request: _Request, code: int) -> DocumentError:
 
 
 def _limit_error(request: _Request, what: str) -> DocumentError:
-    return OversizedDocumentError(
-        f"Reading {request.path}: {what}, the limit. Split it into parts, or save it as plain text."
-    )
+    advice = "Split it into parts, or save it as plain text."
+    return OversizedDocumentError(f"Reading {request.path}: {what}, the limit. {advice}")
 
 
 # --- in the subprocess

@@ -212,9 +212,8 @@ def _may_be_names(header: Sequence[str], below: Sequence[str] = ()) -> bool:
     `Hour | 6 | 12 | 18`, or dates that have no dates below.
     """
     values = list(filter(VALUE.fullmatch, header))
-    if all(map(YEAR.fullmatch, values)) or (
-        values[1:] and values == [str(1 + n) for n in range(len(values))]
-    ):
+    one_to_n = [str(number) for number in range(1, max(2, len(values)) + 1)]
+    if all(map(YEAR.fullmatch, values)) or values == one_to_n:
         return True
     if len(values) < 2 or header[0] in values or list(filter(None, header))[-len(values) :] != values:
         return False
@@ -269,14 +268,10 @@ def _first_row_has_names(rows: Sequence[Sequence[str]], has_header: bool) -> boo
     """
     header, *rest = rows or [[]]
     columns = list(zip(*rest, strict=True))
-    is_complete = len(rest) >= MIN_ROWS and len(header) >= MIN_COLUMNS and all(header[1:])
-    # A name without a value would be lost.
-    if (
-        not is_complete
-        or len(set(header)) < len(header)
-        or max(map(len, header)) > MAX_NAME
-        or not all(map(any, columns))
-    ):
+    is_large = len(rest) >= MIN_ROWS and len(header) >= MIN_COLUMNS
+    if not is_large or len(set(header)) < len(header) or max(map(len, header)) > MAX_NAME:
+        return False
+    if not all(header[1:]) or not all(map(any, columns)):  # a name without a value would be lost
         return False
     if not any(map(_has_digit, header)):
         return has_header or any(2 * sum(map(_has_digit, column)) > len(rest) for column in columns)

@@ -72,9 +72,8 @@ def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
         document = _OfficeDocument(archive)
         html = document.word_html(path)
         note_names(notes, "what is embedded was not read", sorted(document.left_out))
-        note_names(
-            notes, f"signs of these fonts were replaced by {REPLACEMENT}", sorted(document.unknown_fonts)
-        )
+        fonts = sorted(document.unknown_fonts)
+        note_names(notes, f"signs of these fonts were replaced by {REPLACEMENT}", fonts)
         return html_sections(html)
 
 
@@ -107,7 +106,7 @@ def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> Relations
     listed = posixpath.join(folder, "_rels", f"{name}.rels")
     items = archive_xml(archive, listed) if listed in archive.namelist() else ()
     found = {
-        item.get("Id", ""): item.get("Target", "") for item in items if item.get("Type", "").endswith(kind)
+        each.get("Id", ""): each.get("Target", "") for each in items if each.get("Type", "").endswith(kind)
     }
     return {id_: posixpath.normpath(posixpath.join("/", folder, target))[1:] for id_, target in found.items()}
 
