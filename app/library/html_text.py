@@ -12,7 +12,7 @@ from itertools import chain, groupby, takewhile
 from typing import Any
 
 from ragblend.app.library.numerals import numeral, parse_number
-from ragblend.app.library.tables import Cell, rows_as_text, spread_cells
+from ragblend.app.library.tables import TableCell, rows_as_text, spread_cells
 
 HIDDEN = {"annotation", "annotation-xml", "rp"} | set(
     "button script style template title noscript head iframe object datalist".split()  # noqa: SIM905
@@ -227,9 +227,9 @@ def _table_text(table: Any) -> str | None:
     return "\n\n".join(["", "\n".join(lines), text, ""])
 
 
-def _row_cells(cells: Sequence[Any]) -> list[Cell]:
+def _row_cells(cells: Sequence[Any]) -> list[TableCell]:
     """A row's cells; only the first if no other one has text; none if the row is empty."""
-    found = [Cell(_on_one_line(each), _span(each, "colspan"), _span(each, "rowspan")) for each in cells]
+    found = [TableCell(_on_one_line(each), _span(each, "colspan"), _span(each, "rowspan")) for each in cells]
     filled = [cell for cell in found if cell.text or not cell.rows]
     return filled if len(filled) < 2 else found
 

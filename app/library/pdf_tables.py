@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
 from ragblend.app.library.matching import HYPHENS, fold
-from ragblend.app.library.tables import Cell, has_subheader, rows_as_text, spread_cells
+from ragblend.app.library.tables import TableCell, has_subheader, rows_as_text, spread_cells
 
 # On a page: points are ends of lines and corners of boxes, of which a table of two by two has 12; two columns have
 # three edges. With more points or crossings it is a drawing or squared paper, and pdfplumber would look at all of them.
@@ -26,7 +26,7 @@ TRIMMED_SIGNS = frozenset(" \t") | UNFOLDED_SIGNS
 class PageTable(NamedTuple):
     """edges: x-coordinates of its columns' edges, in points."""
 
-    rows: list[list[Cell]]
+    rows: list[list[TableCell]]
     edges: tuple[int, ...] = ()
 
     @property
@@ -97,7 +97,7 @@ def _page_table(table: Any) -> PageTable | None:
     columns, rows = (sorted({box[at] for box in table.cells}) for at in (0, 1))
     cells = [
         [
-            Cell(
+            TableCell(
                 " ".join(text.split()),
                 bisect_left(columns, box[2]) - bisect_left(columns, box[0]),
                 bisect_left(rows, box[3]) - bisect_left(rows, box[1]),
@@ -140,12 +140,14 @@ def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = Fa
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
 
 
-def _cells_from_text(text: str, indexes: Sequence[int], table: list[list[Cell]]) -> list[list[Cell]] | None:
+def _cells_from_text(
+    text: str, indexes: Sequence[int], table: list[list[TableCell]]
+) -> list[list[TableCell]] | None:
     """The cells with their text from pdfium, which separates words better; None if a cell would begin or end in a word.
 
     indexes: of the cells' letters in the text.
     """
-    rows, at = list[list[Cell]](), 0
+    rows, at = list[list[TableCell]](), 0
     for row in table:
         rows.append([])
         for cell in row:
@@ -160,7 +162,7 @@ def _cells_from_text(text: str, indexes: Sequence[int], table: list[list[Cell]])
     return rows
 
 
-def _spread_cells(rows: list[list[Cell]]) -> tuple[list[list[str]], int]:
+def _spread_cells(rows: list[list[TableCell]]) -> tuple[list[list[str]], int]:
     """The rows that have text, with a spanning cell's text in all rows that it spans; and how many are the header.
 
     These are 2 if cells of the first row, but not all, span columns that the second row names. They are in all of these

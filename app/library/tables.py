@@ -51,7 +51,7 @@ MAX_SPANNING_COLUMNS = 1000
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell that spans columns and rows. rows: 0 if it continues the cell above it."""
 
     text: str
@@ -60,7 +60,7 @@ class Cell(NamedTuple):
 
 
 def spread_cells(
-    rows: Iterable[Sequence[Cell]], header_rows: int | None = None, columns: int = MAX_SPANNING_COLUMNS
+    rows: Iterable[Sequence[TableCell]], header_rows: int | None = None, columns: int = MAX_SPANNING_COLUMNS
 ) -> Iterator[list[str]]:
     """The texts of each row, with a spanning cell's text in all rows that it spans and that have more text. Of the
     columns that it spans, only the first gets the text; in a header row all do.
@@ -319,16 +319,16 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
         notes.append(f"{uncomputed} formulas have no stored value, and were left out: {advice}")
 
 
-def _sheet_cells(rows: Iterable[list[str]], merged: Iterable[Sequence[int]]) -> Iterator[list[Cell]]:
+def _sheet_cells(rows: Iterable[list[str]], merged: Iterable[Sequence[int]]) -> Iterator[list[TableCell]]:
     """merged: (first column, first row, last column, last row) of each merged cell, from 1."""
     sizes = {(top, left): (1 + right - left, 1 + bottom - top) for left, top, right, bottom in merged}
     covered_until = dict[int, int]()  # rows by columns
     for number, row in enumerate(rows, start=1):
-        cells = list[Cell]()
+        cells = list[TableCell]()
         for column, text in enumerate(row, start=1):
             if covered_until.get(column, 0) < number:
                 width, height = sizes.get((number, column), (1, 1))
-                cells.append(Cell(text, width, height))
+                cells.append(TableCell(text, width, height))
                 covered_until |= dict.fromkeys(range(column, column + width), number + height - 1)
         yield cells
 

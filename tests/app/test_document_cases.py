@@ -14,7 +14,7 @@ from ragblend.app.library import readers
 from ragblend.app.library.discovery import discover
 from ragblend.app.library.pdf_tables import PageTable, with_table_rows
 from ragblend.app.library.readers import clean, parse
-from ragblend.app.library.tables import Cell, rows_as_text
+from ragblend.app.library.tables import TableCell, rows_as_text
 
 CASES = Path(__file__).parent / "cases"
 SPHINX = """<div class=related role=navigation><h3>Navigation</h3><ul><li>next</ul></div>
@@ -1386,7 +1386,7 @@ def test_a_page_that_pdfplumber_cannot_read_keeps_its_text(tmp_path, monkeypatch
 
 
 def page_table(rows):
-    return PageTable([list(map(Cell, row)) for row in rows])
+    return PageTable([list(map(TableCell, row)) for row in rows])
 
 
 def test_table_rows_replace_only_the_letters_that_they_have():
