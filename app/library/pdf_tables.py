@@ -24,7 +24,7 @@ TRIMMED_SIGNS = frozenset(" \t") | UNFOLDED_SIGNS
 
 
 class PageTable(NamedTuple):
-    """edges: x-coordinates of its columns' edges, in points."""
+    """edges: x-coordinates of its columns' left edges, in points."""
 
     rows: list[list[TableCell]]
     edges: tuple[int, ...] = ()
@@ -41,8 +41,7 @@ class TableFinder:
     def __init__(self, path: Path, document: Any) -> None:
         self._path, self._document = path, document
         self._plumber_pdf: Any = None
-        # Page, edges and names of the last table.
-        self._last_table: tuple[int, tuple[int, ...], list[str]] = -2, (), []
+        self._last_table = -2, PageTable([])  # with its page
 
     def close(self) -> None:
         if self._plumber_pdf is not None:
@@ -55,9 +54,9 @@ class TableFinder:
             if not tables:
                 return text
             # If a table continues from the page before, its first row does not name the columns.
-            (page, edges, names), first, last = self._last_table, tables[0], tables[-1]
-            continues = page == number - 1 and edges == first.edges and names != first.first_row
-            self._last_table = number, last.edges, last.first_row
+            (page, last), first = self._last_table, tables[0]
+            continues = page == number - 1 and last.edges == first.edges and last.first_row != first.first_row
+            self._last_table = number, tables[-1]
             return with_table_rows(text, tables, continues)
         except MemoryError:
             raise
@@ -112,8 +111,7 @@ def _page_table(table: Any) -> PageTable | None:
     is_filled = sum(map(bool, texts)) > 1 and len(lengths) >= MIN_FILLED * len(table.cells)
     if len(columns) < 2 or not is_filled or max(lengths) > CELL_CHARACTERS:
         return None
-    edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
-    return PageTable(cells, tuple(sorted(edges)))
+    return PageTable(cells, tuple(map(round, columns)))
 
 
 def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = False) -> str:

@@ -128,7 +128,11 @@ class _Process:
         except BaseException:  # the caller cancels
             self.end()
             raise
-        _keep_idle(self)
+        with _idle_lock:
+            is_kept = CAN_FORK and not _idle
+            _idle.extend([self] * is_kept)
+        if not is_kept:
+            self.end()
         return reply
 
     def _wait_for_reply(self, request: _Request, on_page: OnPage, page_timeout_s: float) -> Any:
@@ -161,14 +165,6 @@ class _Process:
 
 _idle: list[_Process] = []
 _idle_lock = threading.Lock()
-
-
-def _keep_idle(process: _Process) -> None:
-    with _idle_lock:
-        if CAN_FORK and not _idle:
-            _idle.append(process)
-            return
-    process.end()
 
 
 @atexit.register

@@ -254,13 +254,10 @@ def _has_content(choice: Element) -> bool:
     the numbers of the following paragraphs.
     """
     return any(
-        _is_related(each)
-        or local_name(each) in {"ddList", *NOTES}
+        _is_related(each) or local_name(each) in {"ddList", "sym", *NOTES} or each.get("descr", "").strip()
         or (local_name(each) == "t" and (each.text or "").strip())
-        or (local_name(each) == "docPr" and each.get("descr", "").strip())
-        or (local_name(each) == "sym" and xml_attribute(each, "char"))
         for each in choice.iter()
-    )
+    )  # fmt: skip
 
 
 def _spans(cell: Element) -> str:
