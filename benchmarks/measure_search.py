@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common import DATA, markdown_table, read_json, run
 from ragblend.app import samples
 from ragblend.app.answering.retrieval import search
-from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
+from ragblend.app.library.documents import DocumentPassage, FileFacts, id_of_document, node_id
 from ragblend.app.library.ingest import embed_in_full, ingest_paths
 from ragblend.app.library.similarity import measure_similarity
 from ragblend.app.library.switching import choose_embedder
@@ -46,7 +46,7 @@ Json = dict[str, Any]
 def fill(workspace: Workspace, texts: Sequence[str]) -> None:
     """Index texts as the passages of one document."""
     library, name = workspace.library, workspace.settings.collection
-    document = document_id(name, "/passages")
+    document = id_of_document(name, "/passages")
     parts = [
         DocumentPassage(node_id(document, n, text), document, n, text, "") for n, text in enumerate(texts)
     ]

@@ -248,10 +248,10 @@ class Fusion:
         hidden_positions = hidden_keys.nonzero().squeeze(1)
         with self.recorder.part("prepare", stream="device"):
             work = self._embedded(rows, collected, hidden_keys if hidden_positions.numel() else None)
-            digest = policy.digest(plan)
+            seen_keys = policy.probe_keys(plan)
             passing_blocks = work.blocks
-            if digest is not None:
-                passing_blocks = self._blocks_with_keys(work, digest[~hidden_keys[digest]])
+            if seen_keys is not None:
+                passing_blocks = self._blocks_with_keys(work, seen_keys[~hidden_keys[seen_keys]])
         layers = self._with_attention(policy.attention_layers(plan))
         stop = max(layers, default=-1) + 1
         ends_early = stop < plan.layers
@@ -263,9 +263,9 @@ class Fusion:
             last = layer == stop - 1
             with self.recorder.part("probe", layer, stream="device"):
                 if layer in layers:
-                    work = self._probed_layer(layer, work, scores, stops=last or digest is not None)
+                    work = self._probed_layer(layer, work, scores, stops=last or seen_keys is not None)
                     cost.layer_rows += rows.numel()
-                if layer not in layers or (digest is not None and not last):
+                if layer not in layers or (seen_keys is not None and not last):
                     passing = replace(work, blocks=passing_blocks)
                     work = replace(work, hidden=self._hidden_after(layer, passing))
                     cost.layer_rows += rows.numel()

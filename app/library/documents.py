@@ -118,14 +118,14 @@ def composed(path: str) -> str:
     return unicodedata.normalize("NFC", path)
 
 
-def document_id(collection: str, path: str) -> str:
+def id_of_document(collection: str, path: str) -> str:
     """A stable id of one path in one collection: 16 hex digits."""
     return _digest(collection, composed(path))[:16]
 
 
-def node_id(document: str, index: int, text: str) -> str:
+def node_id(document_id: str, index: int, text: str) -> str:
     """A stable id of the text at an index of a document: its KV survives edits elsewhere in the document."""
-    return _digest(document, str(index), text)[:32]
+    return _digest(document_id, str(index), text)[:32]
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from ragblend.app.library.documents import (
     DocumentState,
     FileFacts,
     content_digest,
-    document_id,
+    id_of_document,
     printable,
 )
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
@@ -247,7 +247,7 @@ class _IngestRun:
 
     def _undo_deletion(self, name: str) -> Document | None:
         """Undo the deletion of the document of that path, if it is hidden. Returns it, or None."""
-        key = document_id(self._collection, name)
+        key = id_of_document(self._collection, name)
         for document in self._library.hidden(self._collection):
             if document.id == key:
                 restore_document(self._workspace, document)
@@ -294,7 +294,7 @@ class _IngestRun:
     def _cut_and_embed(
         self,
         path: Path,
-        document: str,
+        document_id: str,
         facts: FileFacts,
         text: readers.DocumentText,
         known: Document | None,
@@ -306,14 +306,14 @@ class _IngestRun:
             self._meter.check()
             return engine.count_tokens(piece)
 
-        passages = cut_document(document, text.parts, count, settings.chunk_tokens)
+        passages = cut_document(document_id, text.parts, count, settings.chunk_tokens)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         is_new = not (known and known.passages)  # a changed document has most of its vectors already
         is_sketch = is_new and (files_waiting >= MANY_FILES or len(passages) >= MANY_PASSAGES)
         embeddings = self._embed(passages, known, "sketch" if is_sketch else "whole")
         recipe = self._recipe + (SKETCHED if is_sketch else "")
-        self._library.replace_passages(document, facts, recipe, passages, embeddings, text.notes)
+        self._library.replace_passages(document_id, facts, recipe, passages, embeddings, text.notes)
 
     def _show_pages(self, done: int, total: int) -> None:
         if total:  # 0 for formats without pages, which call this only to be cancelled
@@ -337,13 +337,13 @@ class _IngestRun:
         earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
         return [earlier[passage.node_id] for passage in passages]
 
-    def _write_to_index(self, document: str) -> None:
+    def _write_to_index(self, document_id: str) -> None:
         """Copy a document from the registry to Chroma and the engine's nodes; then delete stale nodes from both."""
-        workspace, stale = self._workspace, self._library.stale(document)
-        workspace.index.upsert(*self._library.embeddings_of(document))
+        workspace, stale = self._workspace, self._library.stale(document_id)
+        workspace.index.upsert(*self._library.embeddings_of(document_id))
         for index in workspace.indexes:
             index.delete(stale)
-        passages = self._library.passages_of(document)
+        passages = self._library.passages_of(document_id)
         register(workspace, passages)  # KV of nodes that are deleted from now on is deleted too
         if stale:
             workspace.known_passages.remove(stale)

@@ -22,7 +22,7 @@ from ragblend.app.library.documents import (
     DocumentState,
     FileFacts,
     composed,
-    document_id,
+    id_of_document,
     on_one_line,
     printable,
 )
@@ -87,8 +87,8 @@ TABLES = (
 
 
 @dataclass(frozen=True)
-class DocumentPage:
-    """One page of documents; total: how many the search found; counts: of the whole collection, by state."""
+class DocumentListPage:
+    """A page of the list of documents; total: how many the search found; counts: of the whole collection, by state."""
 
     documents: tuple[Document, ...]
     total: int
@@ -149,9 +149,9 @@ class Library(Database):
             ]
         found = [row[0] for query in queries for row in sql.execute(query).fetchall()]
         query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
-        for document in dict.fromkeys(found):
-            log.warning("the document %s: %s", document, LOST)
-            sql.execute(query, (LOST, document))
+        for document_id in dict.fromkeys(found):
+            log.warning("the document %s: %s", document_id, LOST)
+            sql.execute(query, (LOST, document_id))
 
     # --- documents -------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Library(Database):
         return [_document(row) for row in rows]
 
     def document(self, collection: str, path: str) -> Document | None:
-        return next(iter(self.documents_with([document_id(collection, path)]).values()), None)
+        return next(iter(self.documents_with([id_of_document(collection, path)]).values()), None)
 
     def counts_by_state(self, collection: str) -> dict[str, int]:
         query = "SELECT state, count(*) FROM documents WHERE collection = ? GROUP BY state"
@@ -174,7 +174,7 @@ class Library(Database):
         state: str | None = None,
         offset: int = 0,
         limit: int = 50,
-    ) -> DocumentPage:
+    ) -> DocumentListPage:
         """One page of the documents whose path has all words of the search, ignoring case; of one state, or of all."""
         where, values = "collection = ?", list[Any]([collection])
         if state is not None:
@@ -195,7 +195,7 @@ class Library(Database):
         originals = self.path.parent / "originals"
         listed = (found[key] for key in shown if key in found)
         documents = (replace(one, uploaded=one.file.is_relative_to(originals)) for one in listed)
-        return DocumentPage(tuple(documents), total, counts)
+        return DocumentListPage(tuple(documents), total, counts)
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; unknown ids and hidden documents are left out."""
@@ -215,7 +215,7 @@ class Library(Database):
         """
         known = self.documents(collection)
         path = printable(absolute(Path(folder, os.path.expanduser(reference))))
-        exact = [d for d in known if d.id in (reference, document_id(collection, path))]
+        exact = [d for d in known if d.id in (reference, id_of_document(collection, path))]
         name = composed(printable(reference))
         loose = [
             d
@@ -234,7 +234,7 @@ class Library(Database):
 
     def begin(self, collection: str, path: str) -> str:
         """Add a document as pending, or mark a known one as pending and keep its passages. Returns its id."""
-        key = document_id(collection, path)
+        key = id_of_document(collection, path)
         query = (
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
             "ON CONFLICT (id) DO UPDATE SET path = excluded.path, state = 'pending', reason = '', "
@@ -243,40 +243,40 @@ class Library(Database):
         self.execute(query, key, path, collection, now())
         return key
 
-    def set_path(self, document: str, path: str) -> None:
+    def set_path(self, document_id: str, path: str) -> None:
         """Store a path whose name is now written in another Unicode form."""
-        self.execute("UPDATE documents SET path = ? WHERE id = ?", path, document)
+        self.execute("UPDATE documents SET path = ? WHERE id = ?", path, document_id)
 
-    def finish(self, document: str) -> None:
+    def finish(self, document_id: str) -> None:
         """Mark a document as done, with nothing stale."""
         with self.transaction() as connection:
-            connection.execute("DELETE FROM stale WHERE document_id = ?", (document,))
+            connection.execute("DELETE FROM stale WHERE document_id = ?", (document_id,))
             query = "UPDATE documents SET state = 'done', reason = '', updated_at = ? WHERE id = ?"
-            connection.execute(query, (now(), document))
+            connection.execute(query, (now(), document_id))
 
-    def fail(self, document: str, reason: str) -> None:
+    def fail(self, document_id: str, reason: str) -> None:
         """Mark a document as failed, with the reason. The passages of an earlier version stay."""
         query = "UPDATE documents SET state = 'failed', reason = ?, updated_at = ? WHERE id = ?"
-        self.execute(query, reason, now(), document)
+        self.execute(query, reason, now(), document_id)
 
-    def set_facts(self, document: str, facts: FileFacts) -> None:
+    def set_facts(self, document_id: str, facts: FileFacts) -> None:
         """Store a file's facts, where its content has not changed."""
         with self.transaction() as connection:
-            _update_facts(connection, document, facts)
+            _update_facts(connection, document_id, facts)
 
-    def remove(self, document: str) -> None:
+    def remove(self, document_id: str) -> None:
         """Delete a document's row, passages and embeddings, and their bytes in the file; its collection is `unerased`.
 
         The bytes of its words in the index are deleted by the next `erase`.
         """
         with self.transaction() as connection:
-            _mark_unerased(connection, document)
-            connection.execute("DELETE FROM documents WHERE id = ?", (document,))
+            _mark_unerased(connection, document_id)
+            connection.execute("DELETE FROM documents WHERE id = ?", (document_id,))
         self.erase_log()
 
     # --- hidden documents: their deletion can be undone --------------------------------------------------
 
-    def set_hidden(self, document: str, hidden: bool) -> None:
+    def set_hidden(self, document_id: str, hidden: bool) -> None:
         """Hide a document as if it were deleted, or show it again; its row, passages and embeddings stay.
 
         Hidden documents are in a collection that no search and no list names.
@@ -289,7 +289,7 @@ class Library(Database):
                 f"UPDATE documents SET collection = {name} WHERE id = ?",
                 f"INSERT INTO words (rowid, text) SELECT id, text {passages}",
             ):
-                connection.execute(query, (document,))
+                connection.execute(query, (document_id,))
 
     def hidden(self, collection: str | None = None) -> list[Document]:
         """The hidden documents of a collection, or of all, each with its collection's own name."""
@@ -405,7 +405,7 @@ class Library(Database):
 
     def replace_passages(
         self,
-        document: str,
+        document_id: str,
         facts: FileFacts,
         recipe: str,
         passages: Sequence[DocumentPassage],
@@ -415,25 +415,25 @@ class Library(Database):
         """Replace the document's passages and notes; the earlier ones become stale. embeddings: (W, E) each."""
         assert len(passages) == len(embeddings)
         kept = {passage.node_id for passage in passages}
-        earlier = set(self.node_ids(document))
+        earlier = set(self.node_ids(document_id))
         with self.transaction() as connection:
-            connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
+            connection.execute("DELETE FROM chunks WHERE document_id = ?", (document_id,))
             for p, rows in zip(passages, embeddings, strict=True):
-                values = (p.node_id, document, p.index, p.text, p.location, len(rows), _blob(rows))
+                values = (p.node_id, document_id, p.index, p.text, p.location, len(rows), _blob(rows))
                 connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-            gone = [(node, document) for node in earlier - kept]
+            gone = [(node, document_id) for node in earlier - kept]
             connection.executemany("INSERT OR IGNORE INTO stale VALUES (?, ?)", gone)
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
             if gone:
-                connection.execute("DELETE FROM digest_notes WHERE document_id = ?", (document,))
-                _mark_unerased(connection, document)
-            _update_facts(connection, document, facts)
+                connection.execute("DELETE FROM digest_notes WHERE document_id = ?", (document_id,))
+                _mark_unerased(connection, document_id)
+            _update_facts(connection, document_id, facts)
             query = "UPDATE documents SET recipe = ?, notes = ? WHERE id = ?"
-            connection.execute(query, (recipe, "\n".join(notes), document))
+            connection.execute(query, (recipe, "\n".join(notes), document_id))
 
-    def passages_of(self, document: str) -> list[DocumentPassage]:
+    def passages_of(self, document_id: str) -> list[DocumentPassage]:
         """A document's passages in reading order."""
-        return [_passage(row) for row in self._passage_rows(document)]
+        return [_passage(row) for row in self._passage_rows(document_id)]
 
     def passages(self, node_ids: Sequence[str]) -> dict[str, DocumentPassage]:
         """The passages with these node ids; unknown ids are left out."""
@@ -455,18 +455,18 @@ class Library(Database):
         """Which of these node ids are in the registry."""
         return {row[0] for row in self.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)}
 
-    def node_ids(self, document: str) -> list[str]:
+    def node_ids(self, document_id: str) -> list[str]:
         """The ids of a document's passages, in reading order."""
         query = "SELECT node_id FROM chunks WHERE document_id = ? ORDER BY position"
-        return self.column(query, document)
+        return self.column(query, document_id)
 
-    def stale(self, document: str) -> list[str]:
+    def stale(self, document_id: str) -> list[str]:
         """Node ids of earlier versions whose vectors and KV are still to be deleted."""
-        return self.column("SELECT node_id FROM stale WHERE document_id = ?", document)
+        return self.column("SELECT node_id FROM stale WHERE document_id = ?", document_id)
 
-    def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
+    def embeddings_of(self, document_id: str) -> tuple[list[str], list[Embeddings]]:
         """A document's node ids and embeddings, (W, E) each, in reading order."""
-        rows = self._passage_rows(document)
+        rows = self._passage_rows(document_id)
         return [row["node_id"] for row in rows], [_embedding(row) for row in rows]
 
     def embeddings(self, collection: str) -> Iterator[tuple[list[str], list[Embeddings]]]:
@@ -510,10 +510,10 @@ class Library(Database):
 
     # --- notes for summaries -----------------------------------------------------------------------------------
 
-    def note(self, document: str, origin: str) -> str | None:
+    def note(self, document_id: str, origin: str) -> str | None:
         """The stored note on a document for that prompt, or None."""
         query = "SELECT text FROM digest_notes WHERE document_id = ? AND origin = ?"
-        return next(iter(self.column(query, document, origin)), None)
+        return next(iter(self.column(query, document_id, origin)), None)
 
     def store_note(self, document: Document, origin: str, text: str) -> None:
         """Store a note until the document changes; nothing is stored if it has changed already."""
@@ -553,19 +553,19 @@ class Library(Database):
             return str(error)
         return ""
 
-    def _passage_rows(self, document: str) -> list[sqlite3.Row]:
-        return self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
+    def _passage_rows(self, document_id: str) -> list[sqlite3.Row]:
+        return self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document_id)
 
 
-def _mark_unerased(connection: sqlite3.Connection, document: str) -> None:
+def _mark_unerased(connection: sqlite3.Connection, document_id: str) -> None:
     query = f"INSERT OR IGNORE INTO unerased SELECT replace(collection, '{HIDDEN}', '') FROM documents WHERE id = ?"
-    connection.execute(query, (document,))
+    connection.execute(query, (document_id,))
 
 
-def _update_facts(connection: sqlite3.Connection, document: str, facts: FileFacts) -> None:
+def _update_facts(connection: sqlite3.Connection, document_id: str, facts: FileFacts) -> None:
     connection.execute(
         "UPDATE documents SET size = ?, mtime_ns = ?, sha256 = ? WHERE id = ?",
-        (facts.size, facts.mtime_ns, facts.sha256, document),
+        (facts.size, facts.mtime_ns, facts.sha256, document_id),
     )
 
 

@@ -116,7 +116,7 @@ class Policy:
         """The layers whose attention the probe passes to `layer_scores`. The probe ends after the last of them."""
         return range(0)
 
-    def digest(self, plan: Plan) -> Tensor | None:
+    def probe_keys(self, plan: Plan) -> Tensor | None:
         """(S,) ascending positions of the keys that the probe's rows attend to, all rows that are no candidates among
         them; None: all keys. The attention that is collected always covers all keys.
         """

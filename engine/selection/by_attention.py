@@ -49,7 +49,7 @@ class ByAttention(Policy):
 
     layers(L): the layers of L whose attention is collected; score(plan, attention): (K,) float32 in one layer;
     smooth: (T,) -> (T,), of the mean score; probe(plan): (R,) fresh rows to run, or None: beginnings of chunks are
-    computed instead, with an even sample for a shift; anchors(plan): the keys that the probe sees, as `digest`;
+    computed instead, with an even sample for a shift; anchors(plan): the keys that the probe sees, as `probe_keys`;
     figure_gain: selected rows go to whole figures, best lines first, up to this many times the figures' share of the
     passages; cheaper_layers: used if probing `layers` would take more than PROBE_SHARE of the budget, and if these
     would too there is no probe. None: the probe may take the whole budget.
@@ -86,7 +86,7 @@ class ByAttention(Policy):
                 return rows, layers
         return None, cheaper
 
-    def digest(self, plan: Plan) -> Tensor | None:
+    def probe_keys(self, plan: Plan) -> Tensor | None:
         return None if self.anchors is None else self.anchors(plan)
 
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:

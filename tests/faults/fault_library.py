@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
+from ragblend.app.library.documents import DocumentPassage, FileFacts, id_of_document, node_id
 from ragblend.app.library.registry import LOST, Library
 from ragblend.kvstore.errors import RagBlendError
 
@@ -22,7 +22,7 @@ def make_library(path: Path, documents: int = 12, passages: int = 6, seed: int =
             collection = "default" if number % 3 else "letters"
             name = f"/documents/{chance.randbytes(4).hex()}-{number}.txt"
             key = library.begin(collection, name)
-            assert key == document_id(collection, name)
+            assert key == id_of_document(collection, name)
             texts = [" ".join(chance.randbytes(4).hex() for _ in range(WORDS)) for _ in range(passages)]
             parts = [
                 DocumentPassage(node_id(key, i, text), key, i, text, f"p. {i + 1}")

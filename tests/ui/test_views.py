@@ -7,7 +7,7 @@ from records import document, hood, job, message, queue, source
 from ragblend.app.answering.citations import cite
 from ragblend.app.library.encoding import KvProgress
 from ragblend.app.library.jobs import QueuedFiles
-from ragblend.app.library.registry import DocumentPage
+from ragblend.app.library.registry import DocumentListPage
 from ragblend.app.settings import Settings, cost_of
 from ragblend.engine.selection import CONTROLS, METHODS, WITHOUT_RATIO
 from ragblend.kvstore.policy import PrefillProfile
@@ -126,7 +126,7 @@ def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
 
 
 def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
-    page = DocumentPage((document(state="failed", reason="It is encrypted."), document()), 2, {})
+    page = DocumentListPage((document(state="failed", reason="It is encrypted."), document()), 2, {})
     html = views.library.documents(page, 0, 50)
     assert "It is encrypted." in html
     assert acts(html) == [
@@ -147,7 +147,7 @@ def test_every_skipped_file_is_listed_with_its_reason() -> None:
 
 
 def test_what_was_guessed_or_left_out_is_shown_with_its_document() -> None:
-    page = DocumentPage(
+    page = DocumentListPage(
         (document(notes=("its encoding was guessed: cp1252", "p. 3 <b>is</b> damaged")),), 1, {}
     )
     html = views.library.documents(page, 0, 50)
@@ -157,10 +157,10 @@ def test_what_was_guessed_or_left_out_is_shown_with_its_document() -> None:
 
 def test_cancelled_document_is_not_shown_as_queued() -> None:
     """It was shown as queued, and could not be retried."""
-    page = DocumentPage((document(state="pending"),), 1, {})
+    page = DocumentListPage((document(state="pending"),), 1, {})
     waiting, left = (views.library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
     assert (">queued<" in waiting, ">queued<" in left) == (True, False)
-    again = DocumentPage((document(state="failed"),), 1, {})
+    again = DocumentListPage((document(state="failed"),), 1, {})
     assert "rb-state s-pending" in views.library.documents(again, 0, 50, queued=["/x/a.pdf"])
     assert (acts(waiting), acts(left)) == (["delete-document"], ["retry-document", "delete-document"])
 

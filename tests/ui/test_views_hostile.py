@@ -16,7 +16,7 @@ from ragblend.app.library.encoding import KvProgress
 from ragblend.app.library.jobs import QueuedFiles
 from ragblend.app.library.maintenance import Finding, RepairReport
 from ragblend.app.library.pdf_pages import Box, PageImage
-from ragblend.app.library.registry import DocumentPage
+from ragblend.app.library.registry import DocumentListPage
 from ragblend.app.library.removal import RemovedDocument
 from ragblend.app.library.watching import WatchedFolder
 from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
@@ -62,8 +62,8 @@ def drawn(text):
     rows = tuple(
         document(text, state=state, reason=text + SCANNED, notes=(text,)) for state in ("done", "failed")
     )
-    yield "library.documents", DocumentPage(rows, 200, {}), 0, 50, text
-    yield "library.documents", DocumentPage((), 0, {}), 0, 50, text
+    yield "library.documents", DocumentListPage(rows, 200, {}), 0, 50, text
+    yield "library.documents", DocumentListPage((), 0, {}), 0, 50, text
     yield "library.collection_tools", text, 3
     kv = KvProgress("encoding", text, 1, 2, 100, 2000, 1000, text, 10.0, 10.0)
     yield "library.queue", queue(counts={text: 2}, current=job(text, done=1, total=2), waiting=text)
