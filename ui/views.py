@@ -5,7 +5,6 @@ Every value is escaped, and characters that change the writing direction are rep
 
 import difflib
 import re
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -122,7 +121,6 @@ def _environment() -> Environment:
         "INTERRUPTED": INTERRUPTED,
         "NESTED": NESTED,
         "PARTS": tuple(PART_COLOURS),
-        "base64": lambda data: b64encode(data).decode(),
         "cited_text": cited_text,
         "context_bar": context_bar,
         "counts_of": counts_of,

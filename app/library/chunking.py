@@ -128,7 +128,9 @@ class _Splitter:
     def _split_table(self, paragraph: str) -> Iterator[str]:
         """The paragraph; if it is a table with too many tokens, its rows in groups that fit, each below the header."""
         limit, header = self._chunk_tokens, TABLE_HEADER.search(paragraph)
-        if header is None or not _is_table(paragraph) or self._count(paragraph) <= limit:
+        lines = paragraph.split("\n")
+        is_table = sum(" | " in line for line in lines) >= max(TABLE_LINES, len(lines) / 2)
+        if header is None or not is_table or self._count(paragraph) <= limit:
             yield paragraph
             return
         group = paragraph[: header.end()]  # a caption stands before the header of the first group only
@@ -163,11 +165,6 @@ def _is_one_sentence(first: str, second: str) -> bool:
     return ENDS_IN_ABBREVIATION.search(first) is not None or (
         first.rstrip().endswith(".") and CONTINUES_SENTENCE.match(second) is not None
     )
-
-
-def _is_table(paragraph: str) -> bool:
-    lines = paragraph.split("\n")
-    return sum(" | " in line for line in lines) >= max(TABLE_LINES, len(lines) / 2)
 
 
 def blocks(text: str) -> Iterator[tuple[int, int]]:

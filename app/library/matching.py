@@ -11,26 +11,23 @@ from itertools import chain
 
 from ragblend.app.library.tables import CELL_NAME
 
-HYPHENS = frozenset("-\u00ad\u2010\u2011\u2012\u2212\x02\ufffe\uffff")
+# Signs that `fold` leaves out: hyphens, and the bar that is between cells in our text, but not on the page.
+UNFOLDED_SIGNS = frozenset("-\u00ad\u2010\u2011\u2012\u2212\x02\ufffe\uffff|")
 SHORT_LETTERS = 4  # lines with fewer letters occur anywhere, so they are not searched separately
 Folded = tuple[str, list[int]]  # the letters of a text, and each one's index in the text
 
 
 def fold(characters: Sequence[str]) -> Folded:
     """Fold a text, or a list of strings, whose indexes then are those in the list."""
-    letters: list[str] = []
-    indexes: list[int] = []
-    for index, character in enumerate(characters):
-        for letter in unicodedata.normalize("NFKC", character).casefold():
-            if (
-                letter not in HYPHENS
-                and letter != "|"  # stands between cells in our text, but not on the page
-                and not letter.isspace()
-                and unicodedata.category(letter) not in ("Cc", "Cf")
-            ):
-                letters.append(letter)
-                indexes.append(index)
-    return "".join(letters), indexes
+    found = [
+        (letter, index)
+        for index, character in enumerate(characters)
+        for letter in unicodedata.normalize("NFKC", character).casefold()
+        if letter not in UNFOLDED_SIGNS
+        and not letter.isspace()
+        and unicodedata.category(letter) not in {"Cc", "Cf"}
+    ]
+    return "".join(letter for letter, _ in found), [index for _, index in found]
 
 
 def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:

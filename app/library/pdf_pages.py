@@ -2,10 +2,11 @@
 
 import io
 import re
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,22 +38,20 @@ class Box:
 
 @dataclass(frozen=True)
 class PageImage:
-    """One page as a picture. number: from 1; label: "p. " and the page's own label, such as "p. iv"; sizes: pixels."""
+    """One page as a picture. number: from 1; label: "p. " and the page's own label, such as "p. iv"; png: in base64;
+    sizes: pixels.
+    """
 
     number: int
     label: str
-    png: bytes
+    png: str
     width: int
     height: int
     boxes: tuple[Box, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"png": b64encode(self.png).decode("ascii")}
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "PageImage":
-        boxes = tuple(Box(**box) for box in value["boxes"])
-        return cls(**value | {"png": b64decode(value["png"]), "boxes": boxes})
+        return cls(**value | {"boxes": tuple(Box(**box) for box in value["boxes"])})
 
 
 def located_pages(path: Path, text: str, location: str, part: Span | None, _: OnPage) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def located_pages(path: Path, text: str, location: str, part: Span | None, _: On
         runs = _page_numbers(labels, location) if labels else []
         found = next(filter(None, (_page_images(document, text, part, numbers) for numbers in runs)), ())
         first = runs[0][0] if runs else 1
-        return {"pages": [image.as_json() for image in found], "count": len(labels), "first": first}
+        return {"pages": list(map(asdict, found)), "count": len(labels), "first": first}
 
 
 def unmarked_page(path: Path, number: int, _: OnPage) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def unmarked_page(path: Path, number: int, _: OnPage) -> dict[str, Any]:
     with open_pdf(path) as (document, _reader):
         count = len(document)
         number = max(1, min(number, count))
-        pages = [_image(document, number, ()).as_json()] if count else []
+        pages = [asdict(_image(document, number, ()))] if count else []
         return {"pages": pages, "count": count, "first": number}
 
 
@@ -115,20 +114,18 @@ def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator
 
 def _find_on_pages(pages: Sequence[Any], text: str, part: Span | None) -> list[list[Span]]:
     """For each page the (start, stop) character indexes of the text, which may span pages; [] if it is not found."""
-    characters, page_starts = list[str](), [0]
-    for page in pages:
-        characters += _characters(page)
-        page_starts.append(len(characters))
-    found = find(text, fold(characters), part)
-    if found is None:
-        return []
-    spans: list[list[Span]] = [[] for _ in pages]
-    for start, stop in found:
-        for n in range(len(pages)):
-            begin, end = max(start, page_starts[n]), min(stop, page_starts[n + 1])
-            if begin < end:
-                spans[n].append((begin - page_starts[n], end - page_starts[n]))
-    return spans
+    characters = list(map(_characters, pages))
+    starts = [0, *accumulate(map(len, characters))]
+    found = find(text, fold(list(chain.from_iterable(characters))), part) or ()
+    spans = (
+        [
+            (max(start, first) - first, min(stop, last) - first)
+            for start, stop in found
+            if start < last and stop > first
+        ]
+        for first, last in pairwise(starts)
+    )
+    return list(spans) if found else []
 
 
 def _characters(page: Any) -> list[str]:
@@ -148,7 +145,8 @@ def _image(document: Any, number: int, spans: Sequence[Span]) -> PageImage:
     boxes = [box for span in spans for box in _boxes(page, span, bitmap)]
     out = io.BytesIO()
     bitmap.to_pil().save(out, "PNG", optimize=False, compress_level=6)
-    return PageImage(number, label, out.getvalue(), bitmap.width, bitmap.height, tuple(boxes))
+    png = b64encode(out.getvalue()).decode()
+    return PageImage(number, label, png, bitmap.width, bitmap.height, tuple(boxes))
 
 
 def _boxes(page: Any, span: Span, bitmap: Any) -> Iterator[Box]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
-from ragblend.app.library.matching import HYPHENS, fold
+from ragblend.app.library.matching import UNFOLDED_SIGNS, fold
 from ragblend.app.library.tables import TableCell, has_subheader, rows_as_text, spread_cells
 
 # On a page: points are ends of lines and corners of boxes, of which a table of two by two has 12; two columns have
@@ -19,7 +19,6 @@ from ragblend.app.library.tables import TableCell, has_subheader, rows_as_text, 
 MIN_POINTS, MAX_POINTS, MIN_EDGES, MAX_CROSSINGS = 12, 4000, 3, 4000
 MIN_LENGTH = 5  # of an edge, in typographic points
 MIN_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
-UNFOLDED_SIGNS = HYPHENS | {"|"}  # signs that `fold` leaves out, beside the letters of a cell
 TRIMMED_SIGNS = frozenset(" \t") | UNFOLDED_SIGNS
 
 

@@ -12,6 +12,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+from ragblend.app.library import text_formats
 from ragblend.app.library.documents import SCANNED, note_names
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.epub import epub_chapters
@@ -23,14 +24,6 @@ from ragblend.app.library.pdf_reader import pdf_pages
 from ragblend.app.library.rich_text import rtf_text
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
-from ragblend.app.library.text_formats import (
-    latex_text,
-    mail_parts,
-    markdown_sections,
-    notebook_sections,
-    org_sections,
-    rst_sections,
-)
 from ragblend.app.library.text_recognition import TextRecognition, can_recognise
 from ragblend.app.library.word_documents import docx_sections, pptx_slides
 from ragblend.app.progress import silent
@@ -182,14 +175,16 @@ FORMATS = {
     ".csv": Format(_table_reader(","), ("clevercsv", "chardet")),
     ".tsv": Format(_table_reader("\t"), ("clevercsv", "chardet")),
     ".xlsx": Format(xlsx_rows, ("openpyxl",)),
-    ".ipynb": Format(_text_reader(notebook_sections), ("markdown_it",)),
-    ".rst": Format(_text_reader(rst_sections), ("docutils.core",)),
-    ".org": Format(_text_reader(org_sections)),
-    ".tex": Format(_text_reader(latex_text)),
-    **dict.fromkeys((".md", ".markdown"), Format(_text_reader(markdown_sections), ("markdown_it",))),
+    ".ipynb": Format(_text_reader(text_formats.notebook_sections), ("markdown_it",)),
+    ".rst": Format(_text_reader(text_formats.rst_sections), ("docutils.core",)),
+    ".org": Format(_text_reader(text_formats.org_sections)),
+    ".tex": Format(_text_reader(text_formats.latex_text)),
+    **dict.fromkeys(
+        (".md", ".markdown"), Format(_text_reader(text_formats.markdown_sections), ("markdown_it",))
+    ),
     **dict.fromkeys((".html", ".htm", ".xhtml"), Format(_text_reader(html_sections), _MARKUP)),
     **dict.fromkeys((".odt", ".odp"), Format(lambda path, _: opendocument_sections(path), _MARKUP)),
-    **dict.fromkeys((".eml", ".mbox"), Format(mail_parts, _MARKUP)),
+    **dict.fromkeys((".eml", ".mbox"), Format(text_formats.mail_parts, _MARKUP)),
 }
 
 

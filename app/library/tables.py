@@ -335,13 +335,11 @@ def _sheet_cells(rows: Iterable[list[str]], merged: Iterable[Sequence[int]]) -> 
 
 def _as_shown(value: Any, number_format: str) -> str:
     """A cell as the sheet shows it, except that dates are in ISO format and thousands have no separators."""
-    if value is None:
-        return ""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _number_text(value, number_format)
     if isinstance(value, datetime | time | timedelta):
         return _time_text(value)
-    return str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _number_text(value, number_format)
+    return "" if value is None else str(value)
 
 
 def _time_text(value: datetime | time | timedelta) -> str:
@@ -366,14 +364,13 @@ def _number_text(number: float, number_format: str) -> str:
         exact = abs(Decimal(repr(number))) * (100 if is_percent else 1)
         whole, _, rest = f"{exact:.{decimals + optional}f}".partition(".")
     rest = rest[:decimals] + rest[decimals:].rstrip("0")
-    before, after = (SHOWN.sub(_shown_part, read[part]) for part in ("before", "after"))
+    before, after = (
+        SHOWN.sub(lambda part: part[part.lastindex] if part.lastindex else " ", read[name])
+        for name in ("before", "after")
+    )
     digits = f"{whole.zfill(read['whole'].count('0'))}{'.' if rest else ''}{rest}"
     before = f"-{before.lstrip(' +')}" if number < 0 else before
     return " ".join(f"{before}{digits}{after}".split())
-
-
-def _shown_part(part: re.Match[str]) -> str:
-    return part[part.lastindex] if part.lastindex else " "
 
 
 def _row_text(header: Sequence[str], row: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import zipfile
+from base64 import b64decode
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,7 @@ def write_table(path, rows):
 
 def dark_outside(page, margin=3):
     """How many dark pixels of the picture are in no box, and how many in one."""
-    picture = Image.open(io.BytesIO(page.png)).convert("L")
+    picture = Image.open(io.BytesIO(b64decode(page.png))).convert("L")
     assert picture.size == (page.width, page.height)
     inside = outside = 0
     pixels = picture.load()

@@ -47,7 +47,7 @@ def drawn(text):
     yield "chat.conversations", [chat], 1, 1
     yield "chat.found_conversations", [(chat, text)], None
     yield "chat.export_links", 1
-    image = PageImage(1, text, b"\x89PNG", 10, 10, (Box(1, 1, 5, 5),))
+    image = PageImage(1, text, text, 10, 10, (Box(1, 1, 5, 5),))
     yield ("passage.empty",)
     origin = {"document": text, "message": text, "number": text, "at": text}
     for found in (
