@@ -13,9 +13,7 @@ BOMS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BO
 BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 # To the Japanese, Korean or Chinese half of 7-bit encodings.
 SHIFTED_ENCODING = re.compile(rb"\x1b\$|\x0e.+\x0f", re.DOTALL)
-DECLARED = re.compile(
-    rb"""(?:<meta[^>]*?charset|<\?xml[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE
-)
+DECLARED = re.compile(rb"""(?i)(?:<meta[^>]*?charset|<\?xml[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""")
 # In UTF-8, at most this share of the characters beyond ASCII may be broken.
 MAX_BROKEN = 0.1
 REPLACEMENT = "\ufffd"

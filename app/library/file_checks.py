@@ -82,16 +82,11 @@ def check_content(path: Path) -> None:
         found = (
             promised if promised in ARCHIVES else "zip archive"
         )  # if it is damaged, `open_archive` says that
-        with (
-            suppress(zipfile.BadZipFile, OSError, ValueError, RuntimeError),
-            zipfile.ZipFile(path) as archive,
-        ):
-            found = _archive_type(archive)
+        with suppress(zipfile.BadZipFile, OSError, ValueError, RuntimeError), zipfile.ZipFile(path) as file:
+            found = _archive_type(file)
     if found != promised:
-        is_read, kind = (
-            found in KIND_OF.values(),
-            "an older Office document" if found == "ole" else f"a {found}",
-        )
+        kind = "an older Office document" if found == "ole" else f"a {found}"
+        is_read = found in KIND_OF.values()
         advice = f"Rename it to .{found}" if is_read else "Give it its right suffix, or convert it"
         what = f"its name promises {promised}, but its content is {kind}"
         raise UnreadableDocumentError(f"Reading {path}: {what}. {advice}.")

@@ -6,10 +6,9 @@ of other formats convert them to HTML and use this module too.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from itertools import chain, groupby, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragblend.app.library.numerals import numeral, parse_number
 from ragblend.app.library.tables import TableCell, rows_as_text, spread_cells
@@ -56,12 +55,11 @@ KEPT_SPACE = (
 )
 
 
-@dataclass
-class Section:
+class Section(NamedTuple):
     """A heading ("" before the first) and the text from it to the next heading, the heading included."""
 
     heading: str
-    pieces: list[str] = field(default_factory=list)
+    pieces: list[str]
 
     @property
     def text(self) -> str:
@@ -114,7 +112,7 @@ def _sections_of(root: Any, in_line: bool = False) -> list[Section]:
 
     Depth first with an explicit stack: a page nested ten thousand deep must not overflow Python's.
     """
-    sections, stack = [Section("")], list[tuple[Any, bool]]([(root, in_line)])
+    sections, stack = [Section("", [])], list[tuple[Any, bool]]([(root, in_line)])
     while stack:
         node, in_line = stack.pop()
         if isinstance(node, str):  # text that `_content` wrote
@@ -123,7 +121,8 @@ def _sections_of(root: Any, in_line: bool = False) -> list[Section]:
             sections[-1].pieces.append(re.sub(r"\s+", " ", node.text_content or ""))
         elif not _is_hidden(node):
             if node.tag in HEADINGS and not in_line:
-                sections.append(Section(_on_one_line(node) or " ".join(node.text(separator=" ").split())))
+                heading = _on_one_line(node) or " ".join(node.text(separator=" ").split())
+                sections.append(Section(heading, []))
             stack += reversed(_content(node, in_line))
     return sections
 

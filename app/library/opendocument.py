@@ -17,9 +17,12 @@ NOTES = {"note-body", "annotation"}
 # and date of a comment.
 LEFT_OUT = {"tracked-changes", "covered-table-cell", "sequence-decls", "note-citation", "ruby-text"}
 LEFT_OUT |= {"sender-initials", "creator-initials", "date-string"}
-LEFT_OUT |= {"{http://purl.org/dc/elements/1.1/}creator", "{http://purl.org/dc/elements/1.1/}date"}
-SVG = "urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0"  # with the namespace: text fields have these names too
-LEFT_OUT |= {f"{{{SVG}}}title", f"{{{SVG}}}desc"}
+DUBLIN_CORE, SVG = (
+    "http://purl.org/dc/elements/1.1/",
+    "urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0",
+)
+# With the namespace: text fields have these names, too.
+LEFT_OUT |= {f"{{{DUBLIN_CORE}}}creator", f"{{{DUBLIN_CORE}}}date", f"{{{SVG}}}title", f"{{{SVG}}}desc"}
 POSITION = re.compile("(?P<sub>sub|-)|super|[1-9]")  # of text, such as `super 58%` or `-33% 58%`
 
 

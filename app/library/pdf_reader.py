@@ -121,14 +121,11 @@ def _pdfium_text(document: Any, number: int) -> str | None:
 
     with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
         # The bounded text may join cells of one letter, as in `Ajax512`; the other text lacks characters beyond UCS-2.
-        bounded, text = (str(each) for each in (textpage.get_text_bounded(), textpage.get_text_range()))
-        text = text if _without_spaces(text) == _without_spaces(bounded) else bounded
+        texts = [str(textpage.get_text_range()), str(textpage.get_text_bounded())]
+        text, bounded = ("".join(WRAPPED.sub("", each).split()) for each in texts)
+        text = texts[text != bounded]
         return WRAPPED.sub("", REAL_HYPHEN.sub("-", text)).strip()
     return None
-
-
-def _without_spaces(text: str) -> str:
-    return "".join(WRAPPED.sub("", text).split())
 
 
 def _form_values(reader: "PdfReader | None", number: int) -> list[str]:

@@ -22,10 +22,13 @@ MIN_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's
 TRIMMED_SIGNS = frozenset(" \t") | UNFOLDED_SIGNS
 
 
+Rows = list[list[TableCell]]
+
+
 class PageTable(NamedTuple):
     """edges: x-coordinates of its columns' left edges, in points."""
 
-    rows: list[list[TableCell]]
+    rows: Rows
     edges: tuple[int, ...] = ()
 
     @property
@@ -137,14 +140,12 @@ def with_table_rows(text: str, tables: Sequence[PageTable], continues: bool = Fa
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
 
 
-def _cells_from_text(
-    text: str, indexes: Sequence[int], table: list[list[TableCell]]
-) -> list[list[TableCell]] | None:
+def _cells_from_text(text: str, indexes: Sequence[int], table: Rows) -> Rows | None:
     """The cells with their text from pdfium, which separates words better; None if a cell would begin or end in a word.
 
     indexes: of the cells' letters in the text.
     """
-    rows, at = list[list[TableCell]](), 0
+    rows, at = Rows(), 0
     for row in table:
         rows.append([])
         for cell in row:
@@ -159,7 +160,7 @@ def _cells_from_text(
     return rows
 
 
-def _spread_cells(rows: list[list[TableCell]]) -> tuple[list[list[str]], int]:
+def _spread_cells(rows: Rows) -> tuple[list[list[str]], int]:
     """The rows that have text, with a spanning cell's text in all rows that it spans; and how many are the header.
 
     These are 2 if cells of the first row, but not all, span columns that the second row names. They are in all of these

@@ -94,7 +94,13 @@ def read_document(
     _note_pages(notes, parts, texts, [n for n in illegible if n not in texts], found["garbled"])
     parts = [part for part in parts if part.text]
     if not parts:
-        raise EmptyDocumentError(_no_text_message(path))
+        problem, advice = "there is no text in it", "Nothing of it was ingested"
+        if path.suffix.lower() == ".pdf" and not can_recognise():
+            problem = f"its pages hold no text, so {SCANNED}"
+            advice = (
+                f"Install text recognition, `{install_hint('ocr')}`; or run, say, `ocrmypdf in.pdf out.pdf`"
+            )
+        raise EmptyDocumentError(f"Reading {path}: {problem}. {advice}.")
     return DocumentText(parts, tuple(dict.fromkeys(" ".join(clean(note).split()) for note in notes)))
 
 
@@ -186,12 +192,3 @@ FORMATS = {
     **dict.fromkeys((".odt", ".odp"), Format(lambda path, _: opendocument_sections(path), _MARKUP)),
     **dict.fromkeys((".eml", ".mbox"), Format(text_formats.mail_parts, _MARKUP)),
 }
-
-
-def _no_text_message(path: Path) -> str:
-    if path.suffix.lower() == ".pdf" and not can_recognise():
-        return (
-            f"Reading {path}: its pages hold no text, so {SCANNED}. Install text recognition, "
-            f"`{install_hint('ocr')}`, and try again; or run, for example, `ocrmypdf in.pdf out.pdf`."
-        )
-    return f"Reading {path}: there is no text in it. Nothing of it was ingested."

@@ -56,16 +56,10 @@ def rst_sections(text: str) -> list[Part]:
     from docutils import nodes  # type: ignore[import-untyped]
     from docutils.core import publish_doctree, publish_from_doctree  # type: ignore[import-untyped]
 
-    settings = {
-        "file_insertion_enabled": False,
-        "raw_enabled": False,
-        "report_level": 3,  # errors, which have the source of unknown directives such as Sphinx's
-        "halt_level": 5,
-        "warning_stream": False,
-        "initial_header_level": 1,
-        "doctitle_xform": False,
-        "line_length_limit": len(text) + 1,  # by default a longer line makes the document empty
-    }
+    off = ("file_insertion_enabled", "raw_enabled", "warning_stream", "doctitle_xform")
+    # By default a document with a longer line is empty. Errors (3) have the source of unknown directives.
+    limits = {"line_length_limit": len(text) + 1, "report_level": 3, "halt_level": 5}
+    settings = dict.fromkeys(off, False) | limits | {"initial_header_level": 1}
     tree = publish_doctree(text, settings_overrides=settings)
     for message in list(tree.findall(nodes.system_message)):
         message.parent.replace(message, list(message.findall(nodes.literal_block)))

@@ -105,10 +105,9 @@ def _relations(archive: zipfile.ZipFile, part: str, kind: str = "") -> Relations
     folder, name = posixpath.split(part)
     listed = posixpath.join(folder, "_rels", f"{name}.rels")
     items = archive_xml(archive, listed) if listed in archive.namelist() else ()
-    found = {
-        each.get("Id", ""): each.get("Target", "") for each in items if each.get("Type", "").endswith(kind)
-    }
-    return {id_: posixpath.normpath(posixpath.join("/", folder, target))[1:] for id_, target in found.items()}
+    of_kind = (item for item in items if item.get("Type", "").endswith(kind))
+    found = {item.get("Id", ""): posixpath.join("/", folder, item.get("Target", "")) for item in of_kind}
+    return {id_: posixpath.normpath(target)[1:] for id_, target in found.items()}
 
 
 class _OfficeDocument:
