@@ -25,22 +25,27 @@ MONTH_NUMBERS = {
 }
 ENGLISH_MONTHS = [names[0].lower() for names in _MONTHS]
 ISO_DATE = re.compile(r"(?<!\d)(\d{4})-(0[1-9]|1[0-2])-([0-2]\d|3[01])(?!\d)")
-_START, _END = r"(?<![^\W_])(?<!\d[.,/:-])", r"(?![^\W_]|[.,/-]\d)"
+# `12.05.2024-15.05.2024` are two dates.
+_START = r"(?<![^\W_])(?<!\d[.,/:])(?:(?<!\d-)|(?<=\d{4}-))"
+_END = r"(?![^\W_]|[.,/]\d|-\d(?!\d?[./]\d))"
 _YEAR = r"(?P<year>1[5-9]\d\d|20\d\d)"
-_MONTH = rf"(?P<month>{'|'.join(sorted(MONTH_NUMBERS, key=len, reverse=True))})(?!\w|:)\.?"
+_NAMES = "|".join(sorted(MONTH_NUMBERS, key=len, reverse=True))
+_MONTH = rf"(?P<month>{_NAMES})(?!\w|:\s?\d+(?!:?\d))\.?"  # `Jan: 12 Feb: 15` has no date
 _ORDINAL = r"(?:st|nd|rd|th)"
 _DAY = rf"(?P<day>\d\d?){_ORDINAL}?"
-_AND = r"\s?(?:[–—-]|&|and|to|und|bis)\s?"
-_EARLIER_DAY = rf"(?:(?P<other>\d\d?)(?:\.|{_ORDINAL})?{_AND})?"  # `14. und` of `14. und 15. Juni`
-_LATER_DAY = rf"(?:{_AND}(?P<other>\d\d?){_ORDINAL}?)?"
+_OTHER_DAY = rf"\d\d?(?:\.|{_ORDINAL})?"
+_AND = r",?\s?(?:[–—/-]|&|and|to|und|bis)\s?"
+# `5., 14. und` of `5., 14. und 15. Juni`
+_EARLIER_DAYS = rf"(?P<others>(?:{_OTHER_DAY},\s){{0,9}}{_OTHER_DAY}{_AND})?"
+_LATER_DAYS = rf"(?P<others>(?:,\s{_OTHER_DAY}){{0,9}}{_AND}\d\d?{_ORDINAL}?)?"
 _DATES = [
     re.compile(pattern)
     for pattern in (
         rf"{_START}{_YEAR}(?P<mark>[-/.])(?P<month>\d\d?)(?P=mark){_DAY}(?:(?=T\d)|{_END})",
-        rf"{_START}{_EARLIER_DAY}{_DAY}\.\s?(?P<month>\d\d?)\.\s?{_YEAR}{_END}",
-        rf"{_START}{_EARLIER_DAY}{_DAY}\.?\s?(?:of\s)?{_MONTH}(?:\s{_YEAR}{_END})?",
+        rf"{_START}{_EARLIER_DAYS}{_DAY}\.\s?(?P<month>\d\d?)\.\s?{_YEAR}{_END}",
+        rf"{_START}{_EARLIER_DAYS}{_DAY}\.?[\s-]?(?:of\s)?{_MONTH}(?:,?[\s-]{_YEAR}{_END})?",
         # `In May 12 people came` names no day.
-        rf"(?<!\b[Ii]n )(?<!\bim ){_START}{_MONTH}\s{_DAY}{_LATER_DAY}{_END}(?!:\d)(?:,?\s{_YEAR}{_END})?",
+        rf"(?<!\b[Ii]n )(?<!\bim ){_START}{_MONTH}\s{_DAY}{_LATER_DAYS}{_END}(?!:\d)(?:,?\s{_YEAR}{_END})?",
         rf"{_START}{_MONTH}\s{_YEAR}{_END}",
     )
 ]
@@ -88,7 +93,7 @@ def dates_in(text: str) -> frozenset[str]:
         for year, month, day in dates
         for each in ((year, month, day), ("0000", month, day), (year, month, "00"), (year, "00", "00"))
     }
-    return frozenset(map("-".join, parts))
+    return frozenset(map("-".join, parts)) - {"0000-00-00"}
 
 
 def _replaced(text: str, write: Callable[[str, list[str]], str]) -> str:
@@ -97,7 +102,7 @@ def _replaced(text: str, write: Callable[[str, list[str]], str]) -> str:
     def replace(found: re.Match[str]) -> str:
         parts = found.groupdict()
         year, month = parts["year"] or "0000", parts["month"]
-        days = sorted({int(parts.get(name) or parts.get("day", 0)) for name in ("day", "other")})
+        days = sorted({int(parts.get("day", 0)), *map(int, re.findall(r"\d+", parts.get("others") or ""))})
         dates = [f"{year}-{MONTH_NUMBERS.get(month) or int(month):02}-{day:02}" for day in days]
         return write(found[0], dates) if all(map(ISO_DATE.fullmatch, dates)) else found[0]
 

@@ -81,7 +81,7 @@ def contains(text: str, figure: str) -> bool:
     return (
         _occurs_in(_normalised(_folded(figure)), _readings(text))
         or (bool(_CODE.search(figure)) and _occurs_in(_folded(_joined(figure)), _readings(_joined(text))))
-        or not without_dates(figure, text).strip()
+        or not (without_dates(figure).strip() or without_dates(figure, text).strip())
     )
 
 
@@ -93,6 +93,7 @@ def without_known(text: str, given: str) -> str:
     return without_dates(text, given)
 
 
+@lru_cache(maxsize=64)
 def _joined(text: str) -> str:
     return _CODE_BORDER.sub("", unicodedata.normalize("NFKC", text).translate(_HYPHENS))
 
