@@ -32,6 +32,7 @@ from ragblend.app.library.stop_words import (
 )
 from ragblend.app.library.word_search import WordMatch, by_words, exact_parts
 from ragblend.app.workspace import Workspace
+from ragblend.engine.prompts.dates import without_dates
 from ragblend.engine.prompts.figures import FIGURE, figures_in
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
@@ -51,6 +52,7 @@ CONTINUATION = re.compile(r"\A\W*(?:(?:what|how) about|was ist mit|and|und|et|y)
 ASKING_WORDS = frozenset(
     split_words(" ".join(("who whom whose what when where which why how", *MORE_STOP_WORDS.values())))
 )
+ARTICLES = frozenset(("the", "der", "die", "das", "dem", "den"))
 REFERRING_WORDS = PRONOUNS | {"that", "those", "her"}
 # Up to this many passages, the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
@@ -118,21 +120,27 @@ def _rankings(
 def is_incomplete(question: str) -> bool:
     """Whether a question has only figures, or begins with `and` or `what about` and has only figures and names.
 
-    Without the question before it, `And in 2023?` finds whatever has this year. A code identifies what is meant.
+    Without the question before it, `And in 2023?` finds whatever has this year. A code identifies what is meant, and
+    what has an article is no name: German nouns are capitalised, too.
     """
     rest, empty = CONTINUATION.sub("", question), (STOP_WORDS | stop_words_in(question)) - ASKING_WORDS
     content = [word for word in WORD.findall(rest) if not word.isdigit() and folded(word) not in empty]
-    if any(not YEAR.fullmatch(code) for code in exact_parts(question)):
+    if any(not YEAR.fullmatch(code) for code in exact_parts(without_dates(question))):
         return False
     if rest == question:
         return bool(figures_in(question)) and not content
-    return all(word[0].isupper() for word in content) and ASKING_WORDS.isdisjoint(map(folded, content))
+    are_names = all(word[0].isupper() for word in content) and ARTICLES.isdisjoint(split_words(rest))
+    return are_names and ASKING_WORDS.isdisjoint(map(folded, content))
 
 
 def _without_replaced_figures(previous: str, question: str) -> str:
     """The previous question without the figures that look like those of the new one, such as its year."""
-    forms = {re.sub(r"\d", "0", figure) for figure in figures_in(question)}
-    return FIGURE.sub(lambda figure: "" if re.sub(r"\d", "0", figure[0]) in forms else figure[0], previous)
+
+    def form(figure: str) -> str:
+        return "year" if YEAR.fullmatch(figure) else re.sub(r"\d", "0", figure)
+
+    forms = set(map(form, figures_in(question)))
+    return FIGURE.sub(lambda figure: "" if form(figure[0]) in forms else figure[0], previous)
 
 
 def _nearest_score(found: Sequence[AnswerSource]) -> float:

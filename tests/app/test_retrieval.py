@@ -271,6 +271,31 @@ def test_an_incomplete_question_is_searched_only_with_the_one_before_it(
 
 
 @pytest.mark.parametrize(
+    ("previous", "question", "first"),
+    [
+        ("Wie hoch ist die Kaution der Wohnung?", "Und die Miete?", "rent.txt"),
+        ("What did invoice 4711 cost in 2022?", "And in 2023?", "4711.txt"),
+        ("What did the visit on 16.08.2024 cost?", "And on 17.08.2024?", "visit.txt"),
+    ],
+)
+def test_a_follow_up_keeps_its_own_noun_and_the_code_before_it(
+    open_workspace, tmp_path, previous, question, first
+):
+    """German nouns counted as names, an invoice's number as a year that `2023` replaces, and dates as codes."""
+    texts = {
+        "deposit.txt": "Wie hoch die Kaution der Wohnung ist: 200 Euro. Die Kaution ist hoch.",
+        "rent.txt": "Die Miete ist 80 Euro.",
+        "4711.txt": "In 2023 the harbour paid for invoice 4711, a cost of 5 crowns.",
+        "4712.txt": "What invoice 4712 did cost in 2023: 6 crowns.",
+        "visit.txt": "The visit on 17.08.2024 did cost 7 crowns, unlike others.",
+        "fair.txt": "The fair on 17.08.2024.",
+    }
+    workspace = open_workspace(chunk_tokens=64)
+    ingest(workspace, [write_files(tmp_path, texts)])
+    assert search([workspace], question, 6, previous)[0].document == first
+
+
+@pytest.mark.parametrize(
     ("question", "share", "is_joined"),
     [
         ("Translate that into German.", 0.87, True),  # says nothing of its own
