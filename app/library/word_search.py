@@ -26,9 +26,9 @@ MAX_RARE, MAX_RARE_SHARE = 3, 0.02  # how many passages, or what share of them, 
 # A number or code with its parts: INV-2024-0817, 48213, 4711. Years, round numbers, and numbers with a unit or of a
 # date are not codes: passages contain them by chance.
 MARK = r"[-_./\u2010-\u2015]"
-CURRENCY = r"(?:EUR|USD|GBP|CHF|JPY)"
+NO_LETTERS = "AM|PM|AUD|CAD|CHF|CNY|CZK|DKK|EUR|GBP|INR|JPY|NOK|PLN|SEK|USD"  # of a code, before a number
 CODE = re.compile(  # also `CP 40`
-    rf"(?:(?<![^\W_])(?!{CURRENCY} )(?:[A-Z]{{2,5}}|[B-HJ-Z]) (?=\d))?[^\W_]+(?:{MARK}[^\W_]+)*"
+    rf"(?:(?<![^\W_])(?!(?:{NO_LETTERS}) )(?:[A-Z]{{2,5}}|[B-HJ-Z]) (?=\d))?[^\W_]+(?:{MARK}[^\W_]+)*"
 )
 SHORT_CODE = re.compile(r"[A-Z] ?\d\d")
 # Between letters and digits of a code, where some write a mark or a blank: `CP40`, `CP-40`, `CP 40`.

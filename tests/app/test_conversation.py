@@ -130,6 +130,7 @@ def test_a_code_that_no_passage_has_is_told(talks):
         ("What are KX 22161, KX22161 and E 23?", []),
         ("What are E 24 and KX 2216?", ["E 24", "KX 2216"]),
         ("What happened in 2024?", []),
+        ("Which train at 9 AM 15 May costs SEK 450?", []),
     ],
 )
 def test_codes_of_the_question_are_looked_for_as_they_are_indexed(question, missing):
