@@ -30,7 +30,7 @@ _START = r"(?<![^\W_])(?<!\d[.,/:])(?:(?<!\d-)|(?<=\d{4}-))"
 _END = r"(?![^\W_]|[.,/]\d|-\d(?!\d?[./]\d))"
 _YEAR = r"(?P<year>1[5-9]\d\d|20\d\d)"
 _NAMES = "|".join(sorted(MONTH_NUMBERS, key=len, reverse=True))
-_MONTH = rf"(?P<month>{_NAMES})(?!\w|:\s?\d+(?!:?\d))\.?"  # `Jan: 12 Feb: 15` has no date
+_MONTH = rf"(?P<month>{_NAMES})(?!\w|:\s?\d+(?!:?\d))"  # `Jan: 12 Feb: 15` has no date
 _ORDINAL = r"(?:st|nd|rd|th)"
 _DAY = rf"(?P<day>\d\d?){_ORDINAL}?"
 _OTHER_DAY = rf"\d\d?(?:\.|{_ORDINAL})?"
@@ -43,10 +43,10 @@ _DATES = [
     for pattern in (
         rf"{_START}{_YEAR}(?P<mark>[-/.])(?P<month>\d\d?)(?P=mark){_DAY}(?:(?=T\d)|{_END})",
         rf"{_START}{_EARLIER_DAYS}{_DAY}\.\s?(?P<month>\d\d?)\.\s?{_YEAR}{_END}",
-        rf"{_START}{_EARLIER_DAYS}{_DAY}\.?[\s-]?(?:of\s)?{_MONTH}(?:,?[\s-]{_YEAR}{_END})?",
+        rf"{_START}{_EARLIER_DAYS}{_DAY}\.?[\s-]?(?:of\s)?{_MONTH}(?:\.?,?[\s-]{_YEAR}{_END})?",
         # `In May 12 people came` names no day.
-        rf"(?<!\b[Ii]n )(?<!\bim ){_START}{_MONTH}\s{_DAY}{_LATER_DAYS}{_END}(?!:\d)(?:,?\s{_YEAR}{_END})?",
-        rf"{_START}{_MONTH}\s{_YEAR}{_END}",
+        rf"(?<!\b[Ii]n )(?<!\bim ){_START}{_MONTH}\.?\s{_DAY}{_LATER_DAYS}{_END}(?!:\d)(?:,?\s{_YEAR}{_END})?",
+        rf"{_START}{_MONTH}\.?\s{_YEAR}{_END}",
     )
 ]
 _SLASHED = re.compile(rf"{_START}(\d\d?)[/-](\d\d?)[/-]{_YEAR}{_END}")

@@ -95,6 +95,12 @@ def test_the_month_of_a_given_date_is_no_unknown_name(talks, chat, engine):
     assert asked(talks, chat, question).report["unsupported_figures"] == ["October"]
 
 
+def test_the_word_after_a_given_date_is_no_unknown_name(talks, chat, engine):
+    """With the date its full stop was left out, so `Everybody` was no longer the first word of a sentence."""
+    engine.reply = ("The sky over the harbour was blue on 5 May. ", "Everybody saw how blue the sky was.")
+    assert asked(talks, chat, "Was the sky blue on 05.05.2024?").report["unsupported_figures"] == []
+
+
 def test_the_letters_of_a_given_code_are_no_unknown_name(talks, chat, engine):
     engine.reply = ("Yes, the sky over the harbour that CP 40 and ", "XY 40 show is blue in the morning.")
     question = "What colour has the sky over the harbour on the CP-40?"
