@@ -32,10 +32,10 @@ MAGIC = {
     b"%PDF-": "pdf",
     b"PK\x03\x04": "zip",
     b"PK\x05\x06": "zip",
-    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "ole",
     b"\x89PNG": "PNG image",
     b"{\\rtf": "rtf",
 }
+MAGIC |= {b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "ole"}
 MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}
 # The types that are not text, by suffix.
 KIND_OF = {f".{kind}": kind for kind in ("pdf", "rtf", "docx", "pptx", "xlsx", "epub", "odt", "odp")}
@@ -96,8 +96,7 @@ def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
     """A member of an archive as XML. Raises whatever the parser raises."""
     from defusedxml.ElementTree import fromstring  # no entities, so no billion laughs and no outside files
 
-    root: Element = fromstring(archive.read(name))
-    return root
+    return fromstring(archive.read(name))
 
 
 @contextmanager

@@ -8,11 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from typing import Any
 
 from ragblend.app.library.matching import find, fold
 from ragblend.app.library.pdf_reader import open_pdf, page_label
@@ -96,8 +92,8 @@ def _page_images(document: Any, text: str, part: Span | None, numbers: Sequence[
     return [_image(document, page, spans) for page, spans in zip(numbers, found, strict=False) if spans]
 
 
-def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8] | None]":
-    """Pages (from 1) as (height, width, 3), BGR; None for a page that pdfium cannot read.
+def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> Iterator[Any]:
+    """Pages (from 1) as arrays (height, width, 3) of uint8, BGR; None for a page that pdfium cannot read.
 
     scale: pixels per point; it is reduced if the longer side would exceed MAX_PICTURE_SIDE.
     """

@@ -8,15 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragblend.app.library.documents import note_names
 from ragblend.app.library.pdf_tables import TableFinder
 from ragblend.app.library.sandbox import OnPage
 from ragblend.kvstore.errors import EncryptedDocumentError, OversizedDocumentError, UnreadableDocumentError
-
-if TYPE_CHECKING:
-    from pypdf import PdfReader
 
 MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for all pages; `sandbox` limits the time of one page
@@ -128,7 +125,7 @@ def _pdfium_text(document: Any, number: int) -> str | None:
     return None
 
 
-def _form_values(reader: "PdfReader | None", number: int) -> list[str]:
+def _form_values(reader: Any, number: int) -> list[str]:
     """The values of a page's form fields, as `label: value`, and the remarks on the page."""
     lines = list[str]()
     if reader is None:

@@ -20,28 +20,17 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 
+from ragblend.app import system
 from ragblend.app.linux import restrict_process
 from ragblend.app.progress import silent
-from ragblend.app.system import (
-    CAN_FORK,
-    CAN_LIMIT,
-    disable_core_dumps,
-    end_process_group,
-    fork,
-    limit_allocations,
-    parent_connection,
-    reap,
-    start_python,
-)
 from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
 
 MIB = 1024**2
@@ -92,8 +81,7 @@ def run_in_sandbox(
     return reply["result"]
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     module: str
     function: str
     path: str
@@ -106,7 +94,7 @@ class _Request:
 class _Process:
     def __init__(self) -> None:
         self._has_served = False
-        self._process, self._connection = start_python(
+        self._process, self._connection = system.start_python(
             "from ragblend.app.library.sandbox import serve_requests; serve_requests()",
             {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )
@@ -118,7 +106,7 @@ class _Process:
         """
         served, self._has_served = self._has_served, True
         try:
-            self._connection.send_bytes(json.dumps(asdict(request)).encode())
+            self._connection.send_bytes(json.dumps(request._asdict()).encode())
             reply = self._wait_for_reply(request, on_page, page_timeout_s)
         except (EOFError, ConnectionError):
             self.end()
@@ -129,7 +117,7 @@ class _Process:
             self.end()
             raise
         with _idle_lock:
-            is_kept = CAN_FORK and not _idle
+            is_kept = system.CAN_FORK and not _idle
             _idle.extend([self] * is_kept)
         if not is_kept:
             self.end()
@@ -159,7 +147,7 @@ class _Process:
         try:
             self._process.wait(POLL_S)  # keeps the exit code of a process that has exited or crashed
         except subprocess.TimeoutExpired:
-            end_process_group(self._process.pid)
+            system.end_process_group(self._process.pid)
             self._process.wait()
 
 
@@ -173,7 +161,7 @@ def _end_idle() -> None:
         _idle.pop().end()
 
 
-if CAN_FORK:
+if system.CAN_FORK:
     os.register_at_fork(after_in_child=_idle.clear)  # the processes belong to the parent
 
 
@@ -198,16 +186,16 @@ def _limit_error(request: _Request, what: str) -> DocumentError:
 
 def serve_requests() -> None:
     """Answer requests, one after the other, until none comes for a while; only one if this process cannot fork."""
-    disable_core_dumps()
+    system.disable_core_dumps()
     warnings.simplefilter("ignore")  # parsers warn of oddities in files; real errors are raised
     logging.disable()
     _code_folders()  # once, for all forks
-    with suppress(EOFError, OSError), parent_connection() as connection:  # the caller has ended
+    with suppress(EOFError, OSError), system.parent_connection() as connection:  # the caller has ended
         while connection.poll(IDLE_S):
             request = _Request(**json.loads(connection.recv_bytes()))
             for module in (request.module, *request.imports):
                 import_module(module)
-            if not CAN_FORK:
+            if not system.CAN_FORK:
                 _send(connection, {"page": (0, 0), "process": os.getpid()})
                 threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
                 _work_in_fork(request, connection, ())
@@ -225,18 +213,18 @@ def _serve_by_fork(connection: Connection, request: _Request) -> None:
     """Have a fork do the work, and pass on its messages without parsing them: the file may control the fork."""
     ours, theirs = Pipe(duplex=False)
     with ours:
-        parser = fork(partial(_work_in_fork, request, theirs, (connection, ours)))
+        parser = system.fork(partial(_work_in_fork, request, theirs, (connection, ours)))
         theirs.close()
         message = json.dumps({"page": (0, 0), "process": parser}).encode()
         while message.startswith(PROGRESS_START):
             connection.send_bytes(message)
             if connection in wait([connection, ours]):  # the caller has ended
-                end_process_group(os.getpid())
+                system.end_process_group(os.getpid())
             try:
                 message = ours.recv_bytes(MAX_REPLY_BYTES)
             except EOFError:
                 message = b""
-        code = reap(parser)
+        code = system.reap(parser)
     connection.send_bytes(message or json.dumps({"exit": code}).encode())
 
 
@@ -249,7 +237,7 @@ def _work_in_fork(request: _Request, connection: Connection, others: Sequence[Co
     try:
         # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
         # small steps may lose its own errors and hang.
-        limit_allocations(2 * request.memory_bytes)
+        system.limit_allocations(2 * request.memory_bytes)
         restrict_process([request.path, *request.readable, *READABLE_PATHS, *_code_folders()], [os.devnull])
         _send(connection, _answer(connection, request))
     except MemoryError:
@@ -275,7 +263,7 @@ def unneeded_rights(_path: Path, other: str, _: OnPage) -> list[str]:
         left.append("read and change your files")
     with suppress(PermissionError), socket.socket():
         left.append("use the network")
-    if not CAN_LIMIT:
+    if not system.CAN_LIMIT:
         left.append("exceed its memory for a moment")
     return left
 
