@@ -45,6 +45,7 @@ CELL_NAME = re.compile(r"[^\n:]+: ")  # the column's name before a value
 CELL_END = re.compile(r"(?<!\S)\|(?!\S)")  # a bar that separates two cells
 DATE = re.compile(r"\d{1,4}([-./])\d{1,2}\1\d{2,4}([T ][\d:.]+Z?)?")
 VALUE = re.compile(rf"[-+]?[$€£¥]?[-+]?\d[\d.,' ]*[%$€£¥]?|{DATE.pattern}")
+DIGIT, LETTER = re.compile(r"[\d¹²³⁰-₉]"), re.compile(r"[^\W\d_]")
 INTEGER = re.compile(r"-?\d{1,15}")  # int() refuses more than 4300
 YEAR = re.compile(r"(?:19|20)\d\d")
 MAX_SPANNING_COLUMNS = 1000
@@ -190,7 +191,7 @@ def _begins_table(before: Sequence[str], row: Sequence[str], after: Sequence[str
     """
     have_values = all(any(map(VALUE.fullmatch, each)) for each in (before, after))
     names, values = (sum(map(bool, each)) for each in (row, after))
-    return have_values and not any(map(_has_digit, row)) and names >= max(2, values)
+    return have_values and not any(map(DIGIT.search, row)) and names >= max(2, values)
 
 
 def _count_header_rows(rows: Sequence[Sequence[str]]) -> int:
@@ -250,9 +251,8 @@ def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, hea
     same = list(takewhile(lambda row: len(row) == len(rows[0]), rows))
     if not may_have_names or not _first_row_has_names(same, header_rows > 0):
         return "\n".join(map(_as_line, rows))
-    named = "\n\n".join(_row_text(same[0], row) for row in same[1:])
     rest = "\n".join(map(_as_line, rows[len(same) :]))
-    return f"{named}\n\n{rest}" if rest else named
+    return "\n\n".join([*(_row_text(same[0], row) for row in same[1:]), *filter(None, [rest])])
 
 
 def _as_line(row: Sequence[str]) -> str:
@@ -267,26 +267,20 @@ def _first_row_has_names(rows: Sequence[Sequence[str]], has_header: bool) -> boo
     has_header: the document marks a header; else figures must be frequent in a column below.
     """
     header, *rest = rows or [[]]
-    columns = list(zip(*rest, strict=True))
+    columns: list[Sequence[str]] = list(zip(*rest, strict=True))
     is_large = len(rest) >= MIN_ROWS and len(header) >= MIN_COLUMNS
     if not is_large or len(set(header)) < len(header) or max(map(len, header)) > MAX_NAME:
         return False
     if not all(header[1:]) or not all(map(any, columns)):  # a name without a value would be lost
         return False
-    if not any(map(_has_digit, header)):
-        return has_header or any(2 * sum(map(_has_digit, column)) > len(rest) for column in columns)
     if all(map(YEAR.fullmatch, header[1:])):
         return True
-    are_numbers = ([_has_digit(cell) and not _has_letter(cell) for cell in column] for column in columns)
-    return all(map(_has_letter, header)) and any(2 * sum(column) > len(rest) for column in are_numbers)
-
-
-def _has_digit(text: str) -> bool:
-    return any(map(str.isdigit, text))
-
-
-def _has_letter(text: str) -> bool:
-    return any(map(str.isalpha, text))
+    if has_digits := any(
+        map(DIGIT.search, header)
+    ):  # then only numbers are figures, and no codes such as `B12`
+        columns = [[cell for cell in column if not LETTER.search(cell)] for column in columns]
+    are_frequent = any(2 * len(list(filter(DIGIT.search, column))) > len(rest) for column in columns)
+    return are_frequent and all(map(LETTER.search, header)) if has_digits else are_frequent or has_header
 
 
 def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
