@@ -119,12 +119,10 @@ def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
 def _content_type(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    for magic, kind in MAGIC.items():
-        if head.startswith(magic):
-            return kind
-    if b"%PDF-" in head[:1024]:  # the format allows other bytes before its mark
+    found = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
+    if not found and b"%PDF-" in head[:1024]:  # the format allows other bytes before its mark
         return "pdf"
-    return "binary file" if is_binary(head) else "text"
+    return found or ("binary file" if is_binary(head) else "text")
 
 
 def _archive_type(archive: zipfile.ZipFile) -> str:

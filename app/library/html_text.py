@@ -11,7 +11,7 @@ from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 from ragblend.app.library.numerals import numeral, parse_number
-from ragblend.app.library.tables import TableCell, rows_as_text, spread_cells
+from ragblend.app.library.tables import MAX_SPANNING_COLUMNS, TableCell, rows_as_text, spread_cells
 
 HIDDEN = {"annotation", "annotation-xml", "rp"} | set(
     "button script style template title noscript head iframe object datalist".split()  # noqa: SIM905
@@ -31,7 +31,6 @@ SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋"
 SUPER_OR_SUB = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
 CELLS = ("td", "th")
 MAX_SPANNED = {"rowspan": 1000, "colspan": 99}  # by one cell
-MAX_SPANNING_COLUMNS = 1000  # of a table: a cell further right spans only itself
 CONTINUES_ABOVE = "^"  # our own value of rowspan: the cell continues the one above it, as in DOCX
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 # MathML: the signs written between the arguments of an element.
@@ -50,9 +49,7 @@ SELF_CLOSED = re.compile(r"<(?!(?:area|br|col|hr|img|input|link|meta|source|wbr)
 MENUS = """nav, [role=navigation], [role=search], .navheader, .navfooter, .docnav, a.headerlink, .mw-editsection,
     .mw-jump-link"""
 MENU_SHARE = 0.8  # of a page's text: an element with more is no menu, but one that was not closed
-KEPT_SPACE = (
-    "\ue000"  # a space of `pre`, until the end of the conversion; documents have no private-use characters
-)
+KEPT_SPACE = "\ufdd0"  # a space of `pre`, until the end of the conversion: Unicode has no such character
 
 
 class Section(NamedTuple):

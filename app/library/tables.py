@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import date, datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
+from functools import partial
 from itertools import chain, islice, pairwise, takewhile, zip_longest
 from pathlib import Path
 from statistics import median_high
@@ -358,10 +359,8 @@ def _number_text(number: float, number_format: str) -> str:
         exact = abs(Decimal(repr(number))) * (100 if is_percent else 1)
         whole, _, rest = f"{exact:.{decimals + optional}f}".partition(".")
     rest = rest[:decimals] + rest[decimals:].rstrip("0")
-    before, after = (
-        SHOWN.sub(lambda part: part[part.lastindex] if part.lastindex else " ", read[name])
-        for name in ("before", "after")
-    )
+    shown = partial(SHOWN.sub, lambda part: part[part.lastindex] if part.lastindex else " ")
+    before, after = shown(read["before"]), shown(read["after"])
     digits = f"{whole.zfill(read['whole'].count('0'))}{'.' if rest else ''}{rest}"
     before = f"-{before.lstrip(' +')}" if number < 0 else before
     return " ".join(f"{before}{digits}{after}".split())

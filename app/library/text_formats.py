@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from email.message import EmailMessage
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,27 +115,23 @@ def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
 
     notes: gets a sentence that names them, and sentences on encodings that were guessed.
     """
-    attached = list[str]()
-    for message, place in _messages(path):
-        contents = list(_contents(message, path, notes))
-        names = [name for _, name in contents if name]
-        attached += names
-        lines = [f"{name}: {message[name]}" for name in MAIL_HEADERS if message[name]]
-        lines += [f"Attachments: {', '.join(names)}"] if names else []
-        yield "\n".join([*lines, "", "\n\n".join(text for text, _ in contents if text)]), place
-    note_names(notes, "attachments were not read", attached)
-
-
-def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
     import mailbox
     from email import message_from_bytes, policy
 
-    if path.suffix.lower() != ".mbox":
-        yield message_from_bytes(path.read_bytes(), policy=policy.default), ""
-        return
+    attached = list[str]()
     with closing(mailbox.mbox(path, create=False)) as box:
-        for number, key in enumerate(box.keys(), start=1):
-            yield message_from_bytes(box.get_bytes(key), policy=policy.default), f"message {number}"
+        is_box = path.suffix.lower() == ".mbox"
+        for number, key in enumerate(box.keys() if is_box else [""], start=1):
+            data = box.get_bytes(key) if is_box else path.read_bytes()
+            message = message_from_bytes(data, policy=policy.default)
+            contents = list(_contents(message, path, notes))
+            names = [name for _, name in contents if name]
+            attached += names
+            lines = [f"{name}: {message[name]}" for name in MAIL_HEADERS if message[name]]
+            lines += [f"Attachments: {', '.join(names)}"] if names else []
+            texts = "\n\n".join(text for text, _ in contents if text)
+            yield "\n".join([*lines, "", texts]), f"message {number}" if is_box else ""
+    note_names(notes, "attachments were not read", attached)
 
 
 def _contents(part: Any, path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
