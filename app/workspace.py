@@ -111,9 +111,8 @@ class Workspaces(Closing):
 
     def embedder(self, model: str) -> Embedder:
         """The embedder of that name (as in the settings) on the current device, one object for all collections."""
-        device = (
-            None if model == DEFAULT else self.settings.local_device
-        )  # the bundled one ignores the device
+        # The bundled one ignores the device.
+        device = None if model == DEFAULT else self.settings.local_device
         with self._lock:
             return self._shared.embedders.setdefault((model, device), Embedder(model, device))
 

@@ -13,9 +13,8 @@ from ragblend.app.library.registry import UnrelatedSimilarity
 from ragblend.app.library.word_search import WordMatch
 
 MIN_RELEVANCE = 0.4  # the best passage has less for a question about other things
-MIN_OF_BEST = (
-    0.4  # of the best passage's relevance; 0.6 lost 3 of the samples' 22, whose facts are in several passages
-)
+# Of the best passage's relevance; 0.6 lost 3 of the samples' 22, whose facts are in several passages.
+MIN_OF_BEST = 0.4
 WORDS_WEIGHT, MIN_WORDS = 0.3, 2  # one word may be shared by chance
 
 
