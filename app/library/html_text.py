@@ -5,10 +5,11 @@ of other formats convert them to HTML and use this module too.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from itertools import chain, groupby, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.app.library.numerals import numeral, parse_number
 from ragblend.app.library.tables import MAX_SPANNING_COLUMNS, TableCell, rows_as_text, spread_cells
@@ -52,11 +53,12 @@ MENU_SHARE = 0.8  # of a page's text: an element with more is no menu, but one t
 KEPT_SPACE = "\ufdd0"  # a space of `pre`, until the end of the conversion: Unicode has no such character
 
 
-class Section(NamedTuple):
+@dataclass
+class Section:
     """A heading ("" before the first) and the text from it to the next heading, the heading included."""
 
-    heading: str
-    pieces: list[str]
+    heading: str = ""
+    pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -109,24 +111,29 @@ def _sections_of(root: Any, in_line: bool = False) -> list[Section]:
 
     Depth first with an explicit stack: a page nested ten thousand deep must not overflow Python's.
     """
-    sections, stack = [Section("", [])], list[tuple[Any, bool]]([(root, in_line)])
+    sections, stack = [Section()], list[tuple[Any, bool]]([(root, in_line)])
     while stack:
         node, in_line = stack.pop()
         if isinstance(node, str):  # text that `_content` wrote
             sections[-1].pieces.append(node)
+        elif isinstance(node, Section):  # its heading ends
+            node.heading = _on_one_line(node.pieces) or node.heading
         elif node.tag == "-text":
             sections[-1].pieces.append(re.sub(r"\s+", " ", node.text_content or ""))
         elif not _is_hidden(node):
             if node.tag in HEADINGS and not in_line:
-                heading = _on_one_line(node) or " ".join(node.text(separator=" ").split())
-                sections.append(Section(heading, []))
+                sections.append(Section(" ".join(node.text(separator=" ").split())))
+                stack.append((sections[-1], False))
             stack += reversed(_content(node, in_line))
     return sections
 
 
-def _on_one_line(node: Any) -> str:
-    text = "".join(_sections_of(node, in_line=True)[0].pieces)
-    return " ".join(text.replace(KEPT_SPACE, " ").split())
+def _on_one_line(pieces: Iterable[str]) -> str:
+    return " ".join("".join(pieces).replace(KEPT_SPACE, " ").split())
+
+
+def _cell_text(cell: Any) -> str:
+    return _on_one_line(_sections_of(cell, in_line=True)[0].pieces)
 
 
 def _is_hidden(node: Any) -> bool:
@@ -209,12 +216,13 @@ def _begins_item(paragraph: Any) -> bool:
 
 def _table_text(table: Any) -> str | None:
     """The text of a table; None if there is a table or a long cell of several lines in it: a page's layout."""
-    rows = [_visible(row, *CELLS) for row in table.css("tr") if not _is_hidden(row)]
-    if len(table.css("table")) > 1 or any(map(_has_lines, chain.from_iterable(rows))):
+    groups = _visible(table, "thead", "tbody", "tfoot")
+    rows = [_visible(row, *CELLS) for group in groups for row in _visible(group, "tr")]
+    if any(map(_has_table, chain.from_iterable(rows))) or any(map(_has_lines, chain.from_iterable(rows))):
         return None
     found = [(nodes, cells) for nodes in rows if (cells := _row_cells(nodes))]
     above = list(takewhile(lambda each: len(each[1]) == 1, found))
-    lines = [*map(_on_one_line, _visible(table, "caption")), *(cells[0].text for _, cells in above)]
+    lines = [*map(_cell_text, _visible(table, "caption")), *(cells[0].text for _, cells in above)]
     below = found[len(above) :]
     header_rows = sum(1 for _ in takewhile(lambda each: {cell.tag for cell in each[0][1:]} == {"th"}, below))
     widest = max((sum(cell.columns for cell in cells) for _, cells in below), default=0)
@@ -225,7 +233,7 @@ def _table_text(table: Any) -> str | None:
 
 def _row_cells(cells: Sequence[Any]) -> list[TableCell]:
     """A row's cells; only the first if no other one has text; none if the row is empty."""
-    found = [TableCell(_on_one_line(each), _span(each, "colspan"), _span(each, "rowspan")) for each in cells]
+    found = [TableCell(_cell_text(each), _span(each, "colspan"), _span(each, "rowspan")) for each in cells]
     filled = [cell for cell in found if cell.text or not cell.rows]
     return filled if len(filled) < 2 else found
 
@@ -241,8 +249,12 @@ def _visible(node: Any, *tags: str) -> list[Any]:
     return [child for child in node.iter() if child.tag in tags and not _is_hidden(child)]
 
 
+def _has_table(cell: Any) -> bool:
+    return cell.css_first("table") is not None
+
+
 def _is_short(cell: Any) -> bool:
-    return len(cell.text()) <= CELL_CHARACTERS and cell.css_first("table") is None
+    return not _has_table(cell) and len(cell.text()) <= CELL_CHARACTERS
 
 
 def _has_lines(cell: Any) -> bool:
@@ -254,7 +266,7 @@ def _layout_row(row: Any) -> Iterator[Any]:
     """A row's short cells on one line; the others keep their paragraphs."""
     for is_short, cells in groupby(_visible(row, *CELLS), _is_short):
         if is_short:
-            texts = [_on_one_line(cell) for cell in cells]
+            texts = list(map(_cell_text, cells))
             yield "\n" + (" | ".join(texts) if sum(map(bool, texts)) > 1 else "".join(texts))
         for cell in () if is_short else cells:
             yield from ("\n", cell)

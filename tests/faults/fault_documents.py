@@ -19,6 +19,16 @@ def nested_html(path: Path, size: int) -> Path:
     return _written(path, b"<div>" * size + b"bottom" + b"</div>" * size)
 
 
+def nested_headings_html(path: Path, size: int) -> Path:
+    """size: headings."""
+    return _written(path, b"<h1><div>x" * size)
+
+
+def nested_tables_html(path: Path, size: int) -> Path:
+    """size: tables."""
+    return _written(path, b"<table><tr><td>x" * size)
+
+
 def empty_tags_html(path: Path, size: int) -> Path:
     """size: tags, of which nothing comes."""
     return _written(path, b"<b>" * size)
