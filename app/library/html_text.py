@@ -218,11 +218,12 @@ def _table_text(table: Any) -> str | None:
     """The text of a table; None if there is a table or a long cell of several lines in it: a page's layout."""
     groups = _visible(table, "thead", "tbody", "tfoot")
     rows = [_visible(row, *CELLS) for group in groups for row in _visible(group, "tr")]
-    if any(map(_has_table, chain.from_iterable(rows))) or any(map(_has_lines, chain.from_iterable(rows))):
+    captions = _visible(table, "caption")
+    if any(map(_has_table, chain(captions, *rows))) or any(map(_has_lines, chain.from_iterable(rows))):
         return None
     found = [(nodes, cells) for nodes in rows if (cells := _row_cells(nodes))]
     above = list(takewhile(lambda each: len(each[1]) == 1, found))
-    lines = [*map(_cell_text, _visible(table, "caption")), *(cells[0].text for _, cells in above)]
+    lines = [*map(_cell_text, captions), *(cells[0].text for _, cells in above)]
     below = found[len(above) :]
     header_rows = sum(1 for _ in takewhile(lambda each: {cell.tag for cell in each[0][1:]} == {"th"}, below))
     widest = max((sum(cell.columns for cell in cells) for _, cells in below), default=0)

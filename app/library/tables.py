@@ -85,7 +85,7 @@ def spread_cells(
         for cell in row:
             while column in texts:
                 column += 1
-            text = cell.text if cell.rows else above.get(column, "")
+            text = cell.text if cell.rows else above.get(column, cell.text)
             width = 1 if is_line else max(1, min(cell.columns, columns - column))
             for n in range(column, column + width):
                 texts[n] = text if n == column or is_header else ""

@@ -57,6 +57,7 @@ MATH = {name: f"<{tag}>{{all}}</{tag}>" for name, tag in MATH_NAMES.items()} | {
     "nary": "<munderover><mo>{chr}</mo>{sub}{sup}</munderover>{e}",
     "sPre": "<msubsup>{none}{sub}{sup}</msubsup>{e}",
     "rad": "<mroot>{e}{deg}</mroot>",
+    "sqrt": "<msqrt>{e}</msqrt>",  # our own name of a root without a degree
     "func": "{fName} {e}",
     "d": "{begChr}{all}{endChr}",
 }
@@ -317,4 +318,6 @@ def _formula(element: Element) -> str:
     settings = [each for part in element if local_name(part) == f"{name}Pr" for each in part]
     signs = {local_name(each): escape(xml_attribute(each, "val")) for each in settings}
     everything = MATH_SEPARATORS.get(name, "").join(html for part, html in parts if not part.endswith("Pr"))
-    return MATH.get(name, "{all}").format_map(MATH_DEFAULTS | signs | dict(parts) | {"all": everything})
+    values = MATH_DEFAULTS | signs | dict(parts) | {"all": everything}
+    name = "sqrt" if name == "rad" and values["deg"] == MATH_DEFAULTS["deg"] else name
+    return MATH.get(name, "{all}").format_map(values)

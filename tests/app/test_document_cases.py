@@ -408,6 +408,11 @@ def term(name, text):
     [
         (f"<m:rad>{term('deg', '3')}{term('e', '8x')}</m:rad>", "(8x)^(1/3)"),
         (f"<m:rad><m:deg/>{term('e', '2')}</m:rad>", "√(2)"),
+        (f"<m:f>{term('num', '1')}<m:den><m:rad><m:deg/>{term('e', '2')}</m:rad></m:den></m:f>", "1/√(2)"),
+        (
+            f"<m:f>{term('num', '1')}<m:den><m:rad>{term('deg', '3')}{term('e', '2')}</m:rad></m:den></m:f>",
+            "1/((2)^(1/3))",
+        ),
         (f"<m:m>{2 * ('<m:mr>' + term('e', '1') + term('e', '2') + '</m:mr>')}</m:m>", "[1, 2; 1, 2]"),
         (f"<m:sSubSup>{term('e', 'x')}{term('sub', '1')}{term('sup', '2')}</m:sSubSup>", "x_1^2"),
         (
@@ -439,6 +444,13 @@ def term(name, text):
 def test_formulas_of_word_keep_their_signs(tmp_path, formula, wanted):
     """The cube root of 8x was read as that of 38x, a matrix as one number, and a sum without its sign."""
     assert text_of(docx(tmp_path / "a.docx", f"<w:p><m:oMath>{formula}</m:oMath></w:p>")) == wanted
+
+
+def test_a_cell_of_word_that_continues_nothing_keeps_its_text(tmp_path):
+    """The first cell of a table that was cut from another one may still continue the cell that was above it."""
+    merged = "<w:tc><w:tcPr><w:vMerge/></w:tcPr><w:p><w:r><w:t>harbour</w:t></w:r></w:p></w:tc>"
+    row = f"<w:tr>{merged}<w:tc><w:p><w:r><w:t>tide</w:t></w:r></w:p></w:tc></w:tr>"
+    assert text_of(docx(tmp_path / "a.docx", f"<w:tbl>{row}</w:tbl>")) == "harbour | tide"
 
 
 def chart_of(series, kind="chart"):

@@ -29,6 +29,11 @@ def nested_tables_html(path: Path, size: int) -> Path:
     return _written(path, b"<table><tr><td>x" * size)
 
 
+def nested_captions_html(path: Path, size: int) -> Path:
+    """size: tables, each in the caption of another one."""
+    return _written(path, b"<table><caption>x" * size)
+
+
 def empty_tags_html(path: Path, size: int) -> Path:
     """size: tags, of which nothing comes."""
     return _written(path, b"<b>" * size)
