@@ -71,13 +71,13 @@ def spread_cells(
     else spanning cells in each row would fill memory.
     """
     above = dict[int, str]()  # texts by column
-    spanning = dict[int, tuple[str, int]]()  # with the number of further rows
+    spanning = dict[int, tuple[str, int]]()  # with the number of the row below
     for number, row in enumerate(rows):
-        texts = {column: text for column, (text, _) in spanning.items()}
-        spanning = {column: (text, left - 1) for column, (text, left) in spanning.items() if left > 1}
         if not any(cell.text for cell in row):
             yield []
             continue
+        spanning = {column: each for column, each in spanning.items() if each[1] > number}
+        texts = {column: text for column, (text, _) in spanning.items()}
         has_several = sum(map(bool, [*texts.values(), *(cell.text for cell in row)])) > 1
         is_header = has_several if header_rows is None else number < header_rows
         header_rows = 0 if header_rows is None and has_several else header_rows
@@ -90,7 +90,7 @@ def spread_cells(
             for n in range(column, column + width):
                 texts[n] = text if n == column or is_header else ""
                 if cell.rows > 1 and column < columns:
-                    spanning[n] = texts[n], cell.rows - 1
+                    spanning[n] = texts[n], number + cell.rows
         above = texts
         yield [texts.get(column, "") for column in range(max(texts) + 1)]
 

@@ -34,6 +34,18 @@ def nested_captions_html(path: Path, size: int) -> Path:
     return _written(path, b"<table><caption>x" * size)
 
 
+def merged_xlsx(path: Path, size: int) -> Path:
+    """size: rows of a cell that also spans 999 columns, with a text beside its first row."""
+    from openpyxl import Workbook
+
+    book = Workbook()
+    sheet = book.active
+    sheet["A1"], sheet["ALM1"], sheet[f"B{size + 1}"] = "harbour", "tide", "end"
+    sheet.merged_cells.add(f"A1:ALK{size}")
+    book.save(path)
+    return path
+
+
 def empty_tags_html(path: Path, size: int) -> Path:
     """size: tags, of which nothing comes."""
     return _written(path, b"<b>" * size)

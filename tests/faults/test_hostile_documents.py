@@ -19,6 +19,7 @@ MIB = 2**20
         (fault_documents.nested_headings_html, ".html", 10_000, 300, "size"),
         (fault_documents.nested_tables_html, ".html", 30_000, 3_000, 1),
         (fault_documents.nested_captions_html, ".html", 30_000, 3_000, 1),
+        (fault_documents.merged_xlsx, ".xlsx", 1_000_000, 10_000, 1),
         (fault_documents.paragraphs_docx, ".docx", 1_000_000, 10_000, 1),
         (fault_documents.rows_csv, ".csv", 299_999, 20_000, "size"),
         (fault_documents.repeated_epub, ".epub", 301, 301, 1),
