@@ -18,6 +18,7 @@ marked * are recorded in a JSON file here, from which the page is rendered; othe
 | measure_programs       | what the frameworks' own programs (`programs_*`) reuse              | programs.md *       |
 | measure_schemas        | JSON schemas that answers keep to                                   | frameworks.md       |
 | measure_search         | languages, questions about other things, follow-up questions        | quality.md          |
+| measure_answers        | right answers about files as a person has them (`newcomer/`)        | quality.md          |
 | measure_citations      | citations beside labels by hand                                     | quality.md          |
 | measure_load           | first tokens by request rate                                        | load.md *           |
 | measure_server         | what the server's times reveal; many streams for minutes            | server.md           |

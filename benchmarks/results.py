@@ -36,14 +36,12 @@ times count. The Xeon has AMX.
 - `full` is not shown where its divergence would be 0.
 - *Identical*: answers equal to full prefill's word for word. *Faster*: the median of full prefill's time to first token
   divided by the method's.
-- *`probe-shift` leaves*: its KL divided by that method's at the same ratio, with the paired 95% interval.
 - `sure=0`: `probe-shift` without the [second look](methods.md#a-second-look-at-figures).
 
-The runs "MuSiQue, ..." on three models measured a `probe-shift` that did not yet recompute figures as a whole.
-"Figures kept: Qwen2.5-Coder-0.5B", "Figures kept at 15%" and "Figures kept at 15% and 25%" have today's second look,
-the other runs on figures an earlier one, which read more answers again. In these others and "Figures kept at 15% and
-25%", *wrong passage* counts wrong figures of the right passage, too, and full prefill was timed once for eight
-questions.
+"Figures kept: Qwen2.5-Coder-0.5B", "Figures kept by all methods", "Figures kept at 15%" and "Figures kept at 15% and
+25%" have today's second look, the other runs on figures an earlier one, which read more answers again. In these others
+and "Figures kept at 15% and 25%", *wrong passage* counts wrong figures of the right passage, too, and full prefill was
+timed once for eight questions.
 """
 README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.25)
@@ -88,7 +86,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "figure_kl": ("KL at figures", three_digits),
     "kl": ("KL", three_digits),
     "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),
-    "left": ("`probe-shift` leaves", str),
     "exact_match": ("identical", percent),
     "ttft_ms": ("TTFT, ms", lambda ms: f"{ms:,.0f}"),
     "speedup": ("faster", times),
@@ -112,12 +109,7 @@ def table(rows: Iterable[Row], columns: Iterable[str] = tuple(COLUMNS)) -> str:
 
 def _cell(row: Row, name: str) -> str:
     value = row.get(name)
-    if value is None:
-        return ""
-    if name == "left":
-        low, high = row["left_ci"]
-        return f"{value:.2f} ({low:.2f} to {high:.2f})"
-    return COLUMNS[name][1](value)
+    return "" if value is None else COLUMNS[name][1](value)
 
 
 def section(run: Run) -> str:

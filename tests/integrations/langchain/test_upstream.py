@@ -81,25 +81,26 @@ class TestIntegration(ChatModelIntegrationTests):
         chunks = list(model.stream(asked))
         return sum(chunks[1:], chunks[0])
 
-    # A random model calls by nobody's wish, of three makes 912, and ends few texts.
+    # A random model calls by nobody's wish, of three makes 912, and ends few texts. These are not run: their failures
+    # prove nothing, and CPython 3.11 can crash pytest while it renders a traceback and another thread does, too.
 
-    @pytest.mark.xfail(reason="the call is there; its argument is to be 3")
+    @pytest.mark.xfail(reason="the call is there; its argument is to be 3", run=False)
     async def test_tool_calling_async(self, model: BaseChatModel) -> None:
         await super().test_tool_calling_async(model)
 
-    @pytest.mark.xfail(reason="the call is there; its argument is to be 3")
+    @pytest.mark.xfail(reason="the call is there; its argument is to be 3", run=False)
     def test_tool_calling(self, model: BaseChatModel) -> None:
         super().test_tool_calling(model)
 
-    @pytest.mark.xfail(reason="the model has to call a tool of its own accord")
+    @pytest.mark.xfail(reason="the model has to call a tool of its own accord", run=False)
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(reason="the call's text has to end within the most tokens")
+    @pytest.mark.xfail(reason="the call's text has to end within the most tokens", run=False)
     def test_bind_runnables_as_tools(self, model: BaseChatModel) -> None:
         super().test_bind_runnables_as_tools(model)
 
-    @pytest.mark.xfail(reason="the call's text has to end within the most tokens")
+    @pytest.mark.xfail(reason="the call's text has to end within the most tokens", run=False)
     def test_unicode_tool_call_integration(self, model: BaseChatModel, **more: Any) -> None:
         super().test_unicode_tool_call_integration(model, **more)
 
