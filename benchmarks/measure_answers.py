@@ -9,6 +9,7 @@ figure, name or phrase, by full prefill and by `probe-shift`. `--verbose` prints
 
 import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def ask_all(library: Path, model: str, verbose: bool) -> Counter[str]:
         ingest_paths(workspaces.first, [library / "files"])
         conversations = Conversations(workspaces)
         questions = read_json(library / "questions.json")
-        return Counter(name for each in questions for name in ask(conversations, each, verbose))
+        with closing(conversations.engine):  # which ends what it does in the background in this home
+            return Counter(name for each in questions for name in ask(conversations, each, verbose))
 
 
 def main(model: Model = "default", verbose: bool = False) -> None:
