@@ -71,9 +71,8 @@ demo: $(VENV)/.installed
 ui: $(VENV)/.installed-ui
 	$(BIN)/ragblend ui --home $(DEMO_HOME)
 
-# Two arenas: glibc's default, one a thread, keeps gigabytes of freed memory in a process that opens hundreds of engines.
 test: $(VENV)/.installed-dev
-	MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # As docs/vllm.md says: vLLM, which pins its own torch and transformers, then RAGBlend. In one call pip finds no versions that
 # satisfy both; in two it only warns about setuptools. vLLM's packages for images and audio do not fit the CPU's torch.
