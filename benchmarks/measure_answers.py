@@ -17,6 +17,7 @@ from benchmarks.common import DATA, Model, markdown_table, read_json, run
 from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.library.ingest import ingest_paths
 from ragblend.app.workspace import Workspaces
+from ragblend.measuring.metrics import found_share
 
 LIBRARIES = DATA / "newcomer"
 METHODS = ("full", "probe-shift")
@@ -24,8 +25,8 @@ COLUMNS = ("questions", "right file first", "answer in passages", *METHODS, "rea
 
 
 def has_answer(text: str, question: dict[str, Any]) -> bool:
-    """Whether a text has the answer in one of its spellings, in small or capital letters."""
-    return any(each.casefold() in text.casefold() for each in (question["answer"], *question["also"]))
+    """Whether a text has the answer in one of its spellings, as whole words."""
+    return any(found_share(text, [each]) == 1 for each in (question["answer"], *question["also"]))
 
 
 def ask(conversations: Conversations, question: dict[str, Any], verbose: bool) -> list[str]:

@@ -79,9 +79,8 @@ def check_content(path: Path) -> None:
         advice = f"Save it as .{promised} without a password."
         raise EncryptedDocumentError(f"Reading {path}: it is encrypted, or of an old format. {advice}")
     if found == "zip":
-        found = (
-            promised if promised in ARCHIVES else "zip archive"
-        )  # if it is damaged, `open_archive` says that
+        # If it is damaged, `open_archive` says that.
+        found = promised if promised in ARCHIVES else "zip archive"
         with suppress(zipfile.BadZipFile, OSError, ValueError, RuntimeError), zipfile.ZipFile(path) as file:
             found = _archive_type(file)
     if found != promised:
@@ -145,11 +144,10 @@ def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
     packed, unpacked = path.stat().st_size, sum(member.file_size for member in members)
     ratio, problem = unpacked / max(packed, 1), ""
     markup = (member.file_size for member in members if Path(member.filename).suffix in MARKUP)
+    largest = max(markup, default=0)  # a parser holds its tree, ten times its size
     if len(members) > MAX_MEMBERS:
         problem = f"its archive has {len(members)} files; {MAX_MEMBERS} at most."
-    elif (
-        largest := max(markup, default=0)
-    ) > MAX_TEXT_BYTES:  # parsers hold a part's tree, ten times its size
+    elif largest > MAX_TEXT_BYTES:
         problem = (
             f"one part of it has {largest / MIB:.0f} MiB of text, the limit is {MAX_TEXT_BYTES // MIB} MiB. Split the "
             "document."

@@ -264,7 +264,7 @@ def _has_lines(cell: Any) -> bool:
 
 
 def _layout_row(row: Any) -> Iterator[Any]:
-    """A row's short cells on one line; the others keep their paragraphs."""
+    """A row's short cells on one line; long cells keep their paragraphs."""
     for is_short, cells in groupby(_visible(row, *CELLS), _is_short):
         if is_short:
             texts = list(map(_cell_text, cells))

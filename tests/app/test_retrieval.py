@@ -257,7 +257,7 @@ REVENUE = {
         ("Und 2023?", "2023.txt"),
         ("What about 2023?", "2023.txt"),
         ("What about Turin?", "turin.txt"),
-        ("And which festival?", "festival.txt"),  # has words of its own
+        ("And which festival?", "festival.txt"),  # names a subject
         ("Who sings?", "choir.txt"),
     ],
 )
